@@ -1,0 +1,296 @@
+// The CPU backend: lays out the workspace, cuts sequences into chunks and runs the stages over threads.
+#include <omp.h>
+
+#include <hwy/highway.h>
+
+#if HWY_ARCH_X86
+#include <xmmintrin.h>
+#endif
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/arena.h"
+#include "common/backend.h"
+#include "cpu/stages.h"
+#include "cpu/storage.h"
+
+namespace rewy {
+namespace {
+
+using namespace cpu;
+
+/// Results under the normal range become 0 while it lives: decays reach it all the time, and such numbers cost a
+/// hundred cycles each on some processors.
+class FlushSubnormals {
+ public:
+#if HWY_ARCH_X86
+  FlushSubnormals() : saved_(_mm_getcsr()) {
+    _mm_setcsr(saved_ | 0x8040u);
+  }
+  ~FlushSubnormals() {
+    _mm_setcsr(saved_);
+  }
+
+ private:
+  unsigned saved_;
+#elif HWY_ARCH_ARM_A64
+  FlushSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(saved_ | (1ull << 24)));
+  }
+  ~FlushSubnormals() {
+    asm volatile("msr fpcr, %0" : : "r"(saved_));
+  }
+
+ private:
+  unsigned long long saved_;
+#else
+  FlushSubnormals() {}
+  ~FlushSubnormals() {}
+#endif
+ public:
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+};
+
+int thread_count(const Execution& execution) {
+  return execution.threads > 0 ? execution.threads : omp_get_max_threads();
+}
+
+/// Chunks of the longest chunk table a problem can have: every segment may end in a short chunk.
+std::int64_t most_chunks(const Problem& p) {
+  if (p.segments) return p.T / kChunk + std::min(*p.segments, p.T);
+  return p.B * ((p.T + kChunk - 1) / kChunk);
+}
+
+/// What the forward keeps for the backward, by policy.
+void lay_out_saved(const Problem& p, Arena& arena, Intermediates& keep) {
+  const Sizes size(p);
+  const std::int64_t count = most_chunks(p) * p.HV;
+  keep.a = arena.take<float>(count * size.matrix());
+  if (p.policy == Policy::kSave) {
+    keep.cq = arena.take<float>(count * size.matrix());
+    keep.state_t = arena.take<float>(count * size.state_t());
+    keep.r = arena.take<float>(count * size.values());
+  }
+}
+
+struct Workspace {
+  Sequence* sequences;
+  Chunk* chunks;
+  Intermediates keep;
+  std::byte* scratch;          ///< of each thread, one after the other
+  std::size_t scratch_stride;  ///< bytes
+  Work* works;                 ///< of each thread
+};
+
+/// The layout of a call's workspace. With `saved` given, what it holds is not laid out again.
+Workspace lay_out(const Problem& p, Direction direction, const Execution& execution, Arena& arena, bool saved) {
+  const Sizes size(p);
+  const std::int64_t count = most_chunks(p) * p.HV;
+  Workspace w{};
+  w.sequences = arena.take<Sequence>(p.sequences());
+  w.chunks = arena.take<Chunk>(most_chunks(p));
+  if (!saved) w.keep.a = arena.take<float>(count * size.matrix());
+  const bool more_saved = saved && p.policy == Policy::kSave;
+  if (!more_saved) w.keep.cq = arena.take<float>(count * size.matrix());
+  if (direction == Direction::kBackward) {
+    if (!more_saved) {
+      w.keep.state_t = arena.take<float>(count * size.state_t());
+      w.keep.r = arena.take<float>(count * size.values());
+    }
+    w.keep.dstate_t = arena.take<float>(count * size.state_t());
+    w.keep.p = arena.take<float>(count * size.values());
+  }
+  if (p.variant.graph == Graph::kExpanded) {
+    w.keep.w = arena.take<float>(count * size.keys());
+    w.keep.u = arena.take<float>(count * size.values());
+  }
+  const int threads = thread_count(execution);
+  w.works = arena.take<Work>(threads);
+  w.scratch_stride = static_cast<std::size_t>(round_up(static_cast<std::int64_t>(scratch_bytes(p, direction)), 4096));
+  w.scratch = arena.take<std::byte>(static_cast<std::int64_t>(w.scratch_stride) * threads);
+  return w;
+}
+
+std::int64_t offset_at(const TensorView& view, std::int64_t i) {
+  const std::int64_t at = i * view.strides[0];
+  return view.dtype == DType::kI32 ? static_cast<const std::int32_t*>(view.data)[at]
+                                   : static_cast<const std::int64_t*>(view.data)[at];
+}
+
+/// Fills both tables; returns the number of chunks.
+std::int64_t cut_into_chunks(const Problem& p, const TensorView& offsets, Sequence* sequences, Chunk* chunks) {
+  std::int64_t count = 0;
+  for (std::int64_t s = 0; s < p.sequences(); ++s) {
+    Sequence seq{p.segments ? 0 : s, 0, p.T, count};
+    if (p.segments) {
+      seq.begin = offset_at(offsets, s);
+      seq.tokens = offset_at(offsets, s + 1) - seq.begin;
+    }
+    sequences[s] = seq;
+    for (std::int64_t t = 0; t < seq.tokens; t += kChunk) {
+      chunks[count++] = {seq.batch, seq.begin + t, std::min(kChunk, seq.tokens - t)};
+    }
+  }
+  return count;
+}
+
+/// Rows from the last offset of a packed call on are nobody's: zero.
+void zero_unused_rows(const Problem& p, const TensorView& offsets, std::initializer_list<const TensorView*> outputs) {
+  if (!p.segments) return;
+  const std::int64_t first = *p.segments == 0 ? 0 : offset_at(offsets, *p.segments);
+  for (const TensorView* view : outputs) {
+    if (!view->given()) continue;
+    with_storage(view->dtype, [&]<class Storage>(Storage*) {
+      auto* base = static_cast<Storage*>(view->data);
+      const std::int64_t width = view->rank == 4 ? view->shape[3] : 1;
+      for (std::int64_t t = first; t < p.T; ++t) {
+        for (std::int64_t h = 0; h < view->shape[2]; ++h) {
+          for (std::int64_t k = 0; k < width; ++k) {
+            base[t * view->strides[1] + h * view->strides[2] + (view->rank == 4 ? k * view->strides[3] : 0)] =
+                from_float<Storage>(0.0f);
+          }
+        }
+      }
+    });
+  }
+}
+
+/// Runs task(i, scratch, work) for i in [0, tasks), each once, on any thread.
+template <class Task>
+void run(std::int64_t tasks, int threads, const Workspace& w, Task&& task) {
+  if (tasks == 0) return;
+#pragma omp parallel num_threads(threads)
+  {
+    const FlushSubnormals flush;
+    const auto me = static_cast<std::size_t>(omp_get_thread_num());
+    const std::span<std::byte> scratch(w.scratch + me * w.scratch_stride, w.scratch_stride);
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < tasks; ++i) task(i, Arena(scratch), w.works[me]);
+  }
+}
+
+/// How many value-column slices a scan is cut into: one where the heads keep all threads busy.
+struct Slices {
+  std::int64_t count, width, columns;
+  Slices(const Sizes& size, std::int64_t scans, int threads) : columns(size.Vp) {
+    constexpr std::int64_t kNarrowest = 32;  // of the register tile; narrower slices only repeat the key side
+    const std::int64_t wanted = scans == 0 ? 1 : (threads + scans - 1) / scans;
+    const std::int64_t most = std::max<std::int64_t>(1, columns / kNarrowest);
+    width = round_up((columns + std::min(wanted, most) - 1) / std::min(wanted, most), kPad);
+    count = (columns + width - 1) / width;
+  }
+  Slice operator[](std::int64_t i) const { return {i * width, std::min((i + 1) * width, columns)}; }
+};
+
+void collect(const Execution& execution, const Plan& plan, const Workspace& w, int threads) {
+  if (execution.work == nullptr) return;
+  Work total{};
+  for (int i = 0; i < threads; ++i) total += w.works[i];
+  total.chunks = plan.chunk_count * plan.p.HV;
+  *execution.work = total;
+}
+
+void forward_cpu(const Problem& p, const ForwardArgs& args, const Execution& execution) {
+  const int threads = thread_count(execution);
+  const Stages stages = stages_for_this_cpu();
+  Arena arena(execution.workspace);
+  Workspace w = lay_out(p, Direction::kForward, execution, arena, !args.saved.empty());
+  if (!args.saved.empty()) {
+    Arena saved(args.saved);
+    lay_out_saved(p, saved, w.keep);
+  }
+  std::fill_n(w.works, threads, Work{});
+  Plan plan(p);
+  plan.direction = Direction::kForward;
+  plan.in = &args.in;
+  plan.fwd = &args;
+  plan.keep = w.keep;
+  plan.chunk_count = cut_into_chunks(p, args.in.cu_seqlens, w.sequences, w.chunks);
+  plan.sequences = w.sequences;
+  plan.chunks = w.chunks;
+
+  run(plan.chunk_count * p.HV, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+    stages.prepare_chunk(plan, i / p.HV, i % p.HV, scratch, work);
+  });
+  const std::int64_t scans = p.sequences() * p.HV;
+  const Slices slices(plan.size, scans, threads);
+  run(scans * slices.count, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+    const std::int64_t scan = i / slices.count;
+    stages.scan_forward(plan, scan / p.HV, scan % p.HV, slices[i % slices.count], scratch, work);
+  });
+  zero_unused_rows(p, args.in.cu_seqlens, {&args.o});
+  collect(execution, plan, w, threads);
+}
+
+void backward_cpu(const Problem& p, const BackwardArgs& args, const Execution& execution) {
+  const int threads = thread_count(execution);
+  const Stages stages = stages_for_this_cpu();
+  const bool saved = !args.saved.empty();
+  Arena arena(execution.workspace);
+  Workspace w = lay_out(p, Direction::kBackward, execution, arena, saved);
+  if (saved) {
+    // Read only: prepare_chunk and scan_forward skip what the forward has left.
+    Arena from(std::span(const_cast<std::byte*>(args.saved.data()), args.saved.size()));
+    lay_out_saved(p, from, w.keep);
+  }
+  std::fill_n(w.works, threads, Work{});
+  Plan plan(p);
+  plan.direction = Direction::kBackward;
+  plan.in = &args.in;
+  plan.bwd = &args;
+  plan.keep = w.keep;
+  plan.make_a = !saved;
+  plan.make_cq = !(saved && p.policy == Policy::kSave);
+  plan.chunk_count = cut_into_chunks(p, args.in.cu_seqlens, w.sequences, w.chunks);
+  plan.sequences = w.sequences;
+  plan.chunks = w.chunks;
+
+  if (plan.make_a || plan.make_cq || plan.expanded()) {
+    run(plan.chunk_count * p.HV, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+      stages.prepare_chunk(plan, i / p.HV, i % p.HV, scratch, work);
+    });
+  }
+  // Forward recomputation and reverse scan side by side.
+  const std::int64_t scans = p.sequences() * p.HV;
+  const std::int64_t directions = plan.make_cq ? 2 : 1;
+  const Slices slices(plan.size, scans * directions, threads);
+  run(scans * slices.count * directions, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+    const std::int64_t scan = i / directions / slices.count;
+    const Slice slice = slices[i / directions % slices.count];
+    const auto stage = i % directions == 0 ? stages.scan_reverse : stages.scan_forward;
+    stage(plan, scan / p.HV, scan % p.HV, slice, scratch, work);
+  });
+  run(plan.chunk_count * p.H, threads, w,
+      [&](std::int64_t i, Arena scratch, Work& work) { stages.pullback_chunk(plan, i / p.H, i % p.H, scratch, work); });
+  zero_unused_rows(p, args.in.cu_seqlens, {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.db, &args.dw});
+  collect(execution, plan, w, threads);
+}
+
+Bytes bytes_cpu(const Problem& p, Direction direction, const Execution& execution) {
+  Bytes bytes;
+  // A call without `saved` needs the most; one size serves both.
+  Arena arena;
+  lay_out(p, direction, execution, arena, false);
+  bytes.workspace = arena.used();
+  Arena saved;
+  Intermediates keep;
+  lay_out_saved(p, saved, keep);
+  bytes.saved = saved.used();
+  return bytes;
+}
+
+std::string declines_cpu(const Problem& p, Direction, const Execution& execution) {
+  if (execution.device.kind != DeviceKind::kCpu) return "device is not the CPU";
+  if (p.dtype == DType::kF64 || p.strength_dtype == DType::kF64)
+    return "dtype f64 is the reference's (this one computes in FP32)";
+  return {};
+}
+
+}  // namespace
+
+const BackendEntry kCpuBackend{Backend::kCpu, declines_cpu, bytes_cpu, forward_cpu, backward_cpu};
+
+}  // namespace rewy
