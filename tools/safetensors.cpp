@@ -473,8 +473,14 @@ FileError::FileError(const std::string& path, const std::string& reason)
     : std::runtime_error(escaped(path, false) + ": " + reason), path_(path), reason_(reason) {}
 
 std::string printable(std::string_view text) {
-  if (text.size() <= kMaxPrintedBytes) return escaped(text, true);
-  return escaped(text.substr(0, kMaxPrintedBytes), true) + "...";
+  // The printed length is what is limited: an escape is four times as long as its byte.
+  std::string out;
+  for (const char& c : text) {
+    const std::string next = escaped({&c, 1}, true);
+    if (out.size() + next.size() > kMaxPrintedBytes) return out + "...";
+    out += next;
+  }
+  return out;
 }
 
 const SafetensorsTensor* SafetensorsReader::find(std::string_view name) const {

@@ -32,7 +32,7 @@ class FileError : public std::runtime_error {
 /// The reference implementation's limit. It bounds what a hostile header length can make us allocate.
 inline constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 
-/// `text` with every byte that is not printable ASCII as \xNN, cut after 80 bytes: safe to print on a terminal.
+/// `text` with every byte that is not printable ASCII as \xNN, cut after 80 characters: safe to print on a terminal.
 std::string printable(std::string_view text);
 
 struct SafetensorsTensor {

@@ -33,9 +33,15 @@ struct Gates {
   Tile g;           ///< [n, K] vector, [n] contiguous in row 0 scalar, unused for none
 };
 
+/// Rows from n on, up to a whole sub-block, are zero in every tile that a product may read.
+inline void zero_tail(Tile tile, const Gates& gates) {
+  for (int64_t i = gates.n; i < round_up(gates.n, kBlock); ++i) fill_row(tile.row(i), gates.columns, 0.0f);
+}
+
 /// out[i] = exp(sum of g over tokens 0..i)  [n, K], gamma in the docs.
 inline void decay_from_start(const Gates& gates, Tile out) {
   const FloatTag d;
+  zero_tail(out, gates);
   if (gates.kind != Gate::kVector) {
     float sum = 0;
     for (int64_t i = 0; i < gates.n; ++i) {
@@ -56,6 +62,7 @@ inline void decay_from_start(const Gates& gates, Tile out) {
 /// out[j] = exp(sum of g over tokens j+1..n-1)  [n, K]: what remains of token j's write at the end of the chunk.
 inline void decay_to_end(const Gates& gates, Tile out) {
   const FloatTag d;
+  zero_tail(out, gates);
   if (gates.kind != Gate::kVector) {
     float sum = 0;
     for (int64_t j = gates.n - 1; j >= 0; --j) {

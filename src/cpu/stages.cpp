@@ -455,7 +455,6 @@ void pullback_chunk(const Plan& plan, int64_t chunk, int64_t query_head, Arena s
     Tile pull = sensitivity;  // P
     if (plan.expanded()) {
       multiply(t.v, t.w, round_up(n, kBlock), size.Vp, t.z);
-      for (int64_t i = n; i < round_up(n, kBlock); ++i) fill_row(t.gamma.row(i), size.Kp, 0.0f);
       multiply(t.gamma, t.e, round_up(n, kBlock), size.Kp, t.key_sent);
       const Tile a = kept(plan.keep.a, at, size.matrix(), size.ldc);
       pull_back_expanded(plan, n, a, sensitivity, state_t, t.key_sent, t, work);
