@@ -3,6 +3,9 @@
 
 #include <dlpack/dlpack.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <string>
 
 #include "rewy/error.h"
@@ -10,7 +13,7 @@
 
 namespace rewy {
 
-/// A DLTensor borrowing the view's data, shape and strides: the view must outlive it.
+/// A DLTensor borrowing the view's data, shape and strides: the view must be given and outlive it.
 inline DLTensor to_dlpack(TensorView& view) {
   const auto code = [&]() -> DLDataTypeCode {
     switch (view.dtype) {

@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "rewy/error.h"
@@ -50,7 +51,9 @@ struct Problem {
 };
 
 /// What both directions read. Optional ones are left default-constructed.
-/// Any strides are honoured; the gate and both states are FP32 (FP64 too where dtype is FP64).
+/// Any strides are honoured; the gate and both states are FP32 (FP64 too where dtype is FP64). inf and NaN are not
+/// looked for. No output may share memory with another argument, nor with itself: refused wherever the extents of two
+/// contiguous arguments overlap; slices interleaved in one packed buffer are accepted, and theirs is the caller's duty.
 struct Inputs {
   TensorView q;     ///< [B, T, H, K]   dtype
   TensorView k;     ///< [B, T, H, K]   dtype; needs beta * k.k <= 2, so keys are normalised as a rule

@@ -98,14 +98,14 @@ class Checker {
 
   void memory(std::span<const std::byte> m, const char* argument, std::size_t bytes, bool output) {
     if (m.size() < bytes) refuse(argument, "at least " + std::to_string(bytes) + " bytes", std::to_string(m.size()));
-    if (m.empty()) return;
+    if (bytes == 0) return;
     const auto first = reinterpret_cast<std::uintptr_t>(m.data());
     if (first == 0) refuse(argument, "memory", "a null pointer");
     if (first % Arena::kAlign != 0) {
       refuse(argument, "memory aligned to " + std::to_string(Arena::kAlign) + " bytes",
              "an address " + std::to_string(first % Arena::kAlign) + " bytes past it");
     }
-    ranges_.push_back({argument, first, first, first + m.size(), true, output});
+    ranges_.push_back({argument, first, first, first + bytes, true, output});  // the rest is never touched
   }
 
   /// No output may share memory with another argument. Slices of one packed buffer interleave without sharing, and

@@ -1,0 +1,116 @@
+#include "common/dispatch.h"
+
+#include <gtest/gtest.h>
+
+namespace rewy {
+namespace {
+
+// Rows of a table of the test's own: the first serves up to eight key features, the second even V only.
+Bytes bytes(const Problem&, Direction, const Execution&) {
+  return {};
+}
+void forward(const Problem&, const ForwardArgs&, const Execution&) {}
+void backward(const Problem&, const BackwardArgs&, const Execution&) {}
+std::string wide(const Problem& p, Direction, const Execution&) {
+  return p.K > 8 ? "K is above 8" : "";
+}
+std::string odd(const Problem& p, Direction direction, const Execution&) {
+  return p.V % 2 != 0 && direction == Direction::kBackward ? "V is odd" : "";
+}
+const BackendEntry kFirst{Backend::kCpu, wide, bytes, forward, backward};
+const BackendEntry kSecond{Backend::kReference, odd, bytes, forward, backward};
+constexpr const BackendEntry* kTable[] = {&kFirst, &kSecond};
+
+Problem problem(std::int64_t K, std::int64_t V) {
+  return {.op = Operator::kGdn, .T = 4, .K = K, .V = V};
+}
+
+template <class Call>
+Error refusal(Call&& call) {
+  try {
+    call();
+  } catch (const Error& e) {
+    return e;
+  }
+  return Error("nothing", "thrown", "", "");
+}
+
+TEST(Dispatch, FirstThatServes) {
+  EXPECT_EQ(&choose(kTable, problem(8, 3), Direction::kBackward, {}), &kFirst);
+  EXPECT_EQ(&choose(kTable, problem(9, 2), Direction::kBackward, {}), &kSecond);
+  EXPECT_EQ(&choose(kTable, problem(9, 3), Direction::kForward, {}), &kSecond);
+}
+
+TEST(Dispatch, Forced) {
+  EXPECT_EQ(&choose(kTable, problem(8, 4), Direction::kForward, {.backend = Backend::kReference}), &kSecond);
+  const Error e = refusal([] { choose(kTable, problem(9, 4), Direction::kForward, {.backend = Backend::kCpu}); });
+  EXPECT_EQ(e.operation(), "gdn forward");
+  EXPECT_EQ(e.argument(), "backend");
+  EXPECT_EQ(e.expected(), "a backend that serves gdn of dtype f32, K = 9, V = 4 on cpu");
+  EXPECT_EQ(e.actual(), "cpu: K is above 8");
+}
+
+TEST(Dispatch, NoneServes) {
+  const Error e = refusal([] { choose(kTable, problem(9, 3), Direction::kBackward, {}); });
+  EXPECT_EQ(e.operation(), "gdn backward");
+  EXPECT_EQ(e.argument(), "backend");
+  EXPECT_EQ(e.actual(), "cpu: K is above 8; reference: V is odd");
+  const Error empty = refusal([] { choose({}, problem(9, 3), Direction::kBackward, {.backend = Backend::kCpu}); });
+  EXPECT_EQ(empty.actual(), "cpu, which is not in this build");
+}
+
+TEST(Dispatch, OtherDevices) {
+  const Execution execution{.device = {DeviceKind::kCuda, 0}};
+  const Error e = refusal([&] { choose(kTable, problem(8, 4), Direction::kForward, execution); });
+  EXPECT_EQ(e.argument(), "device");
+  EXPECT_EQ(e.expected(), "cpu");
+  EXPECT_EQ(e.actual(), "cuda: no backend of this build serves cuda tensors");
+  EXPECT_EQ(explain(kTable, problem(8, 4), Direction::kForward, execution).text(),
+            "cpu declines: no backend of this build serves cuda tensors\n"
+            "reference declines: no backend of this build serves cuda tensors\n"
+            "no backend serves it\n");
+}
+
+TEST(Explain, RowsUpToTheChosen) {
+  const Explanation first = explain(kTable, problem(8, 3), Direction::kBackward, {});
+  EXPECT_EQ(first.backend, "cpu");
+  EXPECT_EQ(first.rows.size(), 1u);
+  EXPECT_EQ(first.text(), "cpu serves it\n");
+  const Explanation second = explain(kTable, problem(9, 4), Direction::kBackward, {});
+  EXPECT_EQ(second.backend, "reference");
+  EXPECT_EQ(second.text(), "cpu declines: K is above 8\nreference serves it\n");
+  const Explanation none = explain(kTable, problem(9, 3), Direction::kBackward, {});
+  EXPECT_EQ(none.backend, "");
+  EXPECT_EQ(none.text(), "cpu declines: K is above 8\nreference declines: V is odd\nno backend serves it\n");
+}
+
+TEST(Explain, RefusesWhatIsNoProblem) {
+  EXPECT_EQ(refusal([] { explain(problem(0, 8), Direction::kForward); }).argument(), "K");
+}
+
+TEST(Explain, TheTableOfTheLibrary) {
+  Problem p = problem(32, 48);
+  EXPECT_EQ(explain(p, Direction::kForward).text(), "cpu serves it\n");
+  p.dtype = p.strength_dtype = DType::kF64;
+  const Explanation e = explain(p, Direction::kBackward);
+  EXPECT_EQ(e.backend, "reference");
+  ASSERT_EQ(e.rows.size(), 2u);
+  EXPECT_EQ(e.rows[0].backend, "cpu");
+  EXPECT_FALSE(e.rows[0].reason.empty());
+  const Error forced = refusal([&] { workspace_bytes(p, Direction::kForward, {.backend = Backend::kCpu}); });
+  EXPECT_EQ(forced.argument(), "backend");
+  EXPECT_EQ(forced.actual(), "cpu: " + e.rows[0].reason);
+}
+
+TEST(WorkspaceBytes, AreThoseOfTheChosenRow) {
+  const Problem p = problem(32, 48);
+  for (Direction direction : {Direction::kForward, Direction::kBackward}) {
+    const Bytes automatic = workspace_bytes(p, direction);
+    const Bytes cpu = workspace_bytes(p, direction, {.backend = Backend::kCpu});
+    EXPECT_EQ(automatic.workspace, cpu.workspace);
+    EXPECT_EQ(automatic.saved, cpu.saved);
+  }
+}
+
+}  // namespace
+}  // namespace rewy
