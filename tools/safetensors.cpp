@@ -326,10 +326,11 @@ SafetensorsTensor check_entry(const Entry& e, std::int64_t data_bytes, const std
 }
 
 /// The tensors must tile the data: no byte belongs to two of them, and none to no one.
-void check_tiling(std::vector<Entry>& entries, std::int64_t data_bytes, const std::string& path) {
+void check_tiling(std::span<const Entry> entries, std::int64_t data_bytes, const std::string& path) {
   std::vector<const Entry*> sorted;
   for (const Entry& e : entries) sorted.push_back(&e);
-  std::sort(sorted.begin(), sorted.end(), [](const Entry* a, const Entry* b) { return a->offsets < b->offsets; });
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const Entry* a, const Entry* b) { return a->offsets < b->offsets; });
   std::int64_t at = 0;
   const Entry* previous = nullptr;
   for (const Entry* e : sorted) {
