@@ -328,7 +328,7 @@ Bytes bytes(const Problem& p, Direction direction, const Execution& execution) {
   return {slice_bytes(p, direction) * static_cast<std::size_t>(thread_count(p, execution)), 0};
 }
 
-void forward(const Problem& p, const ForwardArgs& args, const Execution& execution) {
+void forward_reference(const Problem& p, const ForwardArgs& args, const Execution& execution) {
   const std::int64_t group = p.HV / p.H;
   run(p, Direction::kForward, execution, [&](std::int64_t sequence, std::int64_t head, const Buffers& use) {
     const Span span = span_of(p, args.in.cu_seqlens, sequence);
@@ -343,7 +343,7 @@ void forward(const Problem& p, const ForwardArgs& args, const Execution& executi
   zero_rest(p, args.in.cu_seqlens, {&args.o});
 }
 
-void backward(const Problem& p, const BackwardArgs& args, const Execution& execution) {
+void backward_reference(const Problem& p, const BackwardArgs& args, const Execution& execution) {
   const std::int64_t group = p.HV / p.H;
   run(p, Direction::kBackward, execution, [&](std::int64_t sequence, std::int64_t head, const Buffers& use) {
     const Span span = span_of(p, args.in.cu_seqlens, sequence);
@@ -380,6 +380,6 @@ void backward(const Problem& p, const BackwardArgs& args, const Execution& execu
 
 }  // namespace
 
-const BackendEntry kReferenceBackend{Backend::kReference, declines, bytes, forward, backward};
+const BackendEntry kReferenceBackend{Backend::kReference, declines, bytes, forward_reference, backward_reference};
 
 }  // namespace rewy
