@@ -24,6 +24,10 @@ namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::ScalableTag<float>;
 using FloatVec = hn::Vec<FloatTag>;
 
+// Whether half precision converts in hardware. Highway's emulation elsewhere (1.0.3) turns infinity into 65536, so that
+// our own scalar conversions serve there.
+constexpr bool kNativeHalf = HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON;
+
 inline int64_t lane_count() {
   return static_cast<int64_t>(hn::Lanes(FloatTag()));
 }
@@ -59,7 +63,7 @@ HWY_INLINE void load_run(const Storage* from, int64_t count, float* to) {
       const auto half = hn::LoadU(dh, reinterpret_cast<const uint16_t*>(from + i));
       hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, half))), d, to + i);
     }
-  } else {
+  } else if constexpr (kNativeHalf) {
     const hn::Rebind<hwy::float16_t, FloatTag> dh;
     for (; i + lane_count() <= count; i += lane_count()) {
       hn::StoreU(hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from + i))), d, to + i);
@@ -89,16 +93,12 @@ HWY_INLINE void store_run(const float* from, int64_t count, Storage* to) {
       hn::StoreU(hn::TruncateTo(dh, hn::ShiftRight<16>(chosen)), dh, reinterpret_cast<uint16_t*>(to + i));
     }
   }
-#if HWY_TARGET != HWY_SSE2 && HWY_TARGET != HWY_SSSE3 && HWY_TARGET != HWY_SSE4 && HWY_TARGET != HWY_SCALAR && \
-    HWY_TARGET != HWY_EMU128
-  // Where the instruction set converts to half precision, with rounding to nearest even.
-  if constexpr (std::is_same_v<Storage, F16>) {
+  if constexpr (std::is_same_v<Storage, F16> && kNativeHalf) {
     const hn::Rebind<hwy::float16_t, FloatTag> dh;
     for (; i + lane_count() <= count; i += lane_count()) {
       hn::StoreU(hn::DemoteTo(dh, hn::LoadU(d, from + i)), dh, reinterpret_cast<hwy::float16_t*>(to + i));
     }
   }
-#endif
   for (; i < count; ++i) to[i] = from_float<Storage>(from[i]);
 }
 
