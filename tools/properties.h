@@ -1,0 +1,35 @@
+// What holds beyond closeness to the reference: bits that must not change, and values that must be exact.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "run_case.h"
+
+namespace rewy::tool {
+
+struct PropertySetting {
+  Operator op = Operator::kKda;
+  Backend backend = Backend::kAutomatic;
+};
+
+/// A backend that fails a property throws std::runtime_error with the element that shows it.
+struct Property {
+  std::string name;
+  std::string meaning;
+  std::function<bool(Operator)> applies;
+  std::function<void(const PropertySetting&)> check;
+};
+
+const std::vector<Property>& properties();
+
+/// "property=causality op=kda" for every property and operator it applies to.
+std::vector<std::string> property_lines();
+bool is_property_line(const std::string& text);
+
+/// A row of `rewy check` for a property line. Like check_case(), it turns exceptions into failed rows; a line that names
+/// no property throws rewy::Error.
+CheckResult check_property(const std::string& text, Backend backend);
+
+}  // namespace rewy::tool
