@@ -55,23 +55,23 @@ struct Problem {
 /// looked for. No output may share memory with another argument, nor with itself: refused wherever the extents of two
 /// contiguous arguments overlap; slices interleaved in one packed buffer are accepted, and theirs is the caller's duty.
 struct Inputs {
-  TensorView q;     ///< [B, T, H, K]   dtype
-  TensorView k;     ///< [B, T, H, K]   dtype; needs beta * k.k <= 2, so keys are normalised as a rule
-  TensorView v;     ///< [B, T, HV, V]  dtype
-  TensorView g;     ///< [B, T, HV] (gdn) or [B, T, HV, K] (kda, gdn2): natural log of the decay, g <= 0, -inf resets
-  TensorView beta;  ///< [B, T, HV]     strength_dtype, in [0, 2]      (deltanet, gdn, kda)
-  TensorView b;     ///< [B, T, HV, K]  strength_dtype, erase strength (gdn2)
-  TensorView w;     ///< [B, T, HV, V]  strength_dtype, write strength (gdn2)
-  TensorView initial_state;  ///< [N, HV, K, V], or [N, HV, V, K] with StateLayout::kVK; optional, zero if not given
-  TensorView cu_seqlens;     ///< [N + 1] int32 or int64: 0 = c_0 <= c_1 <= ... <= c_N <= T; only when packed
+  TensorView q{};     ///< [B, T, H, K]   dtype
+  TensorView k{};     ///< [B, T, H, K]   dtype; needs beta * k.k <= 2, so keys are normalised as a rule
+  TensorView v{};     ///< [B, T, HV, V]  dtype
+  TensorView g{};     ///< [B, T, HV] (gdn) or [B, T, HV, K] (kda, gdn2): natural log of the decay, g <= 0, -inf resets
+  TensorView beta{};  ///< [B, T, HV]     strength_dtype, in [0, 2]      (deltanet, gdn, kda)
+  TensorView b{};     ///< [B, T, HV, K]  strength_dtype, erase strength (gdn2)
+  TensorView w{};     ///< [B, T, HV, V]  strength_dtype, write strength (gdn2)
+  TensorView initial_state{};  ///< [N, HV, K, V], or [N, HV, V, K] with StateLayout::kVK; optional, zero if not given
+  TensorView cu_seqlens{};     ///< [N + 1] int32 or int64: 0 = c_0 <= c_1 <= ... <= c_N <= T; only when packed
 };
 
 /// o_i = S_i^T q_i with S_i = diag(exp g_i) S_{i-1} + k_i r_i^T  (docs/math.md, section 1).
 /// Rows of o after the last offset of a packed call are zero.
 struct ForwardArgs {
-  Inputs in;
-  TensorView o;            ///< [B, T, HV, V]  dtype
-  TensorView final_state;  ///< like initial_state; optional. An empty segment passes its initial state through.
+  Inputs in{};
+  TensorView o{};            ///< [B, T, HV, V]  dtype
+  TensorView final_state{};  ///< like initial_state; optional. An empty segment passes its initial state through.
   /// What the backward can reuse: Bytes::saved bytes, 64-byte aligned; empty: nothing is kept.
   std::span<std::byte> saved{};
 };
@@ -80,17 +80,17 @@ struct ForwardArgs {
 /// Outputs that are not given are not computed into memory; rows after the last offset of a packed call get zeros.
 /// Gradients of q and k are summed over the value heads that share them.
 struct BackwardArgs {
-  Inputs in;
-  TensorView d_o;              ///< [B, T, HV, V]  dtype
-  TensorView d_final_state;    ///< like initial_state; optional, zero if not given
-  TensorView dq;               ///< [B, T, H, K]   dtype
-  TensorView dk;               ///< [B, T, H, K]   dtype
-  TensorView dv;               ///< [B, T, HV, V]  dtype
-  TensorView dg;               ///< like g         (gdn, kda, gdn2)
-  TensorView dbeta;            ///< like beta      (deltanet, gdn, kda)
-  TensorView db;               ///< like b         (gdn2)
-  TensorView dw;               ///< like w         (gdn2)
-  TensorView d_initial_state;  ///< like initial_state; only where an initial_state is given
+  Inputs in{};
+  TensorView d_o{};              ///< [B, T, HV, V]  dtype
+  TensorView d_final_state{};    ///< like initial_state; optional, zero if not given
+  TensorView dq{};               ///< [B, T, H, K]   dtype
+  TensorView dk{};               ///< [B, T, H, K]   dtype
+  TensorView dv{};               ///< [B, T, HV, V]  dtype
+  TensorView dg{};               ///< like g         (gdn, kda, gdn2)
+  TensorView dbeta{};            ///< like beta      (deltanet, gdn, kda)
+  TensorView db{};               ///< like b         (gdn2)
+  TensorView dw{};               ///< like w         (gdn2)
+  TensorView d_initial_state{};  ///< like initial_state; only where an initial_state is given
   /// Left by forward() of the same problem and backend; empty: everything is recomputed.
   std::span<const std::byte> saved{};
 };
@@ -107,10 +107,10 @@ struct Work {
     std::int64_t dense = 0;     ///< operations of those products as if no operand were triangular (the paper's count)
     std::int64_t executed = 0;  ///< operations executed, zero triangles skipped
   };
-  Stage prepare;              ///< L, A, Cq (and W, U of the expanded graph)
-  Stage scan;                 ///< state recurrences and outputs
-  Stage local;                ///< local pullback of R = A (Z - E S): 3 products (rewy) or 7 (expanded) a chunk and head
-  Stage interact;             ///< Hq, dF, dO S^T and the intra-chunk contractions
+  Stage prepare{};            ///< L, A, Cq (and W, U of the expanded graph)
+  Stage scan{};               ///< state recurrences and outputs
+  Stage local{};              ///< local pullback of R = A (Z - E S): 3 products (rewy) or 7 (expanded) a chunk and head
+  Stage interact{};           ///< Hq, dF, dO S^T and the intra-chunk contractions
   std::int64_t pairwise = 0;  ///< exponentials of single token pairs and features
   std::int64_t chunks = 0;    ///< chunks times value heads
 
