@@ -76,6 +76,14 @@ void lay_out_saved(const Problem& p, Arena& arena, Intermediates& keep) {
   }
 }
 
+/// Whether the heads alone keep all threads busy, so that each thread takes whole heads (Plan::fused): they must fill
+/// the threads evenly or be many. Grouped heads share dq and dk and are pulled back together.
+bool takes_whole_heads(const Problem& p, int threads) {
+  const std::int64_t scans = p.sequences() * p.HV;
+  constexpr int kMany = 8;  // at most an eighth of the time is then spent waiting for the last head
+  return p.HV == p.H && (scans % threads == 0 || scans >= kMany * threads);
+}
+
 struct Workspace {
   Sequence* sequences;
   Chunk* chunks;
@@ -94,20 +102,21 @@ Workspace lay_out(const Problem& p, Direction direction, const Execution& execut
   w.chunks = arena.take<Chunk>(most_chunks(p));
   if (!saved) w.keep.a = arena.take<float>(count * size.matrix());
   const bool more_saved = saved && p.policy == Policy::kSave;
-  if (!more_saved) w.keep.cq = arena.take<float>(count * size.matrix());
+  const int threads = thread_count(execution);
+  const std::int64_t slots = takes_whole_heads(p, threads) ? threads : count;
+  if (!more_saved) w.keep.cq = arena.take<float>(slots * size.matrix());
   if (direction == Direction::kBackward) {
     if (!more_saved) {
       w.keep.state_t = arena.take<float>(count * size.state_t());
       w.keep.r = arena.take<float>(count * size.values());
     }
-    w.keep.dstate_t = arena.take<float>(count * size.state_t());
-    w.keep.p = arena.take<float>(count * size.values());
+    w.keep.dstate_t = arena.take<float>(slots * size.state_t());
+    w.keep.p = arena.take<float>(slots * size.values());
   }
   if (p.variant.graph == Graph::kExpanded) {
     w.keep.w = arena.take<float>(count * size.keys());
     w.keep.u = arena.take<float>(count * size.values());
   }
-  const int threads = thread_count(execution);
   w.works = arena.take<Work>(threads);
   w.scratch_stride = static_cast<std::size_t>(round_up(static_cast<std::int64_t>(scratch_bytes(p, direction)), 4096));
   w.scratch = arena.take<std::byte>(static_cast<std::int64_t>(w.scratch_stride) * threads);
@@ -193,6 +202,23 @@ void collect(const Execution& execution, const Plan& plan, const Workspace& w, i
   *execution.work = total;
 }
 
+void prepare(const Plan& plan, const Stages& stages, const Workspace& w, int threads) {
+  const std::int64_t HV = plan.p.HV;
+  run(plan.chunk_count * HV, threads, w,
+      [&](std::int64_t i, Arena scratch, Work& work) { stages.prepare_chunk(plan, i / HV, i % HV, scratch, work); });
+}
+
+/// The plan of a thread that takes whole heads: its own slots for what lives one step.
+Plan whole_heads(const Plan& plan) {
+  Plan mine = plan;
+  const auto me = static_cast<std::int64_t>(omp_get_thread_num());
+  mine.fused = true;
+  if (plan.make_cq && plan.keep.cq != nullptr) mine.keep.cq += me * plan.size.matrix();
+  if (plan.keep.dstate_t != nullptr) mine.keep.dstate_t += me * plan.size.state_t();
+  if (plan.keep.p != nullptr) mine.keep.p += me * plan.size.values();
+  return mine;
+}
+
 void forward_cpu(const Problem& p, const ForwardArgs& args, const Execution& execution) {
   const int threads = thread_count(execution);
   const Stages stages = stages_for_this_cpu();
@@ -208,19 +234,26 @@ void forward_cpu(const Problem& p, const ForwardArgs& args, const Execution& exe
   plan.in = &args.in;
   plan.fwd = &args;
   plan.keep = w.keep;
+  plan.make_w = plan.expanded();
   plan.chunk_count = cut_into_chunks(p, args.in.cu_seqlens, w.sequences, w.chunks);
   plan.sequences = w.sequences;
   plan.chunks = w.chunks;
 
-  run(plan.chunk_count * p.HV, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
-    stages.prepare_chunk(plan, i / p.HV, i % p.HV, scratch, work);
-  });
+  // A saved Cq has its place in `saved`, a passing one a slot of the thread.
+  const bool cq_is_kept = !args.saved.empty() && p.policy == Policy::kSave;
   const std::int64_t scans = p.sequences() * p.HV;
-  const Slices slices(plan.size, scans, threads);
-  run(scans * slices.count, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
-    const std::int64_t scan = i / slices.count;
-    stages.scan_forward(plan, scan / p.HV, scan % p.HV, slices[i % slices.count], scratch, work);
-  });
+  if (takes_whole_heads(p, threads) && !cq_is_kept) {
+    run(scans, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+      stages.scan_forward(whole_heads(plan), i / p.HV, i % p.HV, {0, plan.size.Vp}, scratch, work);
+    });
+  } else {
+    prepare(plan, stages, w, threads);
+    const Slices slices(plan.size, scans, threads);
+    run(scans * slices.count, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+      const std::int64_t scan = i / slices.count;
+      stages.scan_forward(plan, scan / p.HV, scan % p.HV, slices[i % slices.count], scratch, work);
+    });
+  }
   zero_unused_rows(p, args.in.cu_seqlens, {&args.o});
   collect(execution, plan, w, threads);
 }
@@ -244,27 +277,41 @@ void backward_cpu(const Problem& p, const BackwardArgs& args, const Execution& e
   plan.keep = w.keep;
   plan.make_a = !saved;
   plan.make_cq = !(saved && p.policy == Policy::kSave);
+  plan.make_w = plan.expanded();
+  const bool recompute = plan.make_cq;  // R and the states
   plan.chunk_count = cut_into_chunks(p, args.in.cu_seqlens, w.sequences, w.chunks);
   plan.sequences = w.sequences;
   plan.chunks = w.chunks;
 
-  if (plan.make_a || plan.make_cq || plan.expanded()) {
-    run(plan.chunk_count * p.HV, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
-      stages.prepare_chunk(plan, i / p.HV, i % p.HV, scratch, work);
+  const std::int64_t scans = p.sequences() * p.HV;
+  if (takes_whole_heads(p, threads)) {
+    Plan forwards = plan;  // prepares A (W, U), the reverse pass Cq
+    Plan backwards = plan;
+    if (recompute) {
+      forwards.make_cq = false;
+      backwards.make_a = backwards.make_w = false;
+      run(scans, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+        stages.scan_forward(whole_heads(forwards), i / p.HV, i % p.HV, {0, plan.size.Vp}, scratch, work);
+      });
+    }
+    run(scans, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+      stages.scan_reverse(whole_heads(backwards), i / p.HV, i % p.HV, {0, plan.size.Vp}, scratch, work);
+    });
+  } else {
+    prepare(plan, stages, w, threads);
+    // Forward recomputation and reverse scan side by side.
+    const std::int64_t directions = recompute ? 2 : 1;
+    const Slices slices(plan.size, scans * directions, threads);
+    run(scans * slices.count * directions, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+      const std::int64_t scan = i / directions / slices.count;
+      const Slice slice = slices[i / directions % slices.count];
+      const auto stage = i % directions == 0 ? stages.scan_reverse : stages.scan_forward;
+      stage(plan, scan / p.HV, scan % p.HV, slice, scratch, work);
+    });
+    run(plan.chunk_count * p.H, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+      stages.pullback_chunk(plan, i / p.H, i % p.H, scratch, work);
     });
   }
-  // Forward recomputation and reverse scan side by side.
-  const std::int64_t scans = p.sequences() * p.HV;
-  const std::int64_t directions = plan.make_cq ? 2 : 1;
-  const Slices slices(plan.size, scans * directions, threads);
-  run(scans * slices.count * directions, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
-    const std::int64_t scan = i / directions / slices.count;
-    const Slice slice = slices[i / directions % slices.count];
-    const auto stage = i % directions == 0 ? stages.scan_reverse : stages.scan_forward;
-    stage(plan, scan / p.HV, scan % p.HV, slice, scratch, work);
-  });
-  run(plan.chunk_count * p.H, threads, w,
-      [&](std::int64_t i, Arena scratch, Work& work) { stages.pullback_chunk(plan, i / p.H, i % p.H, scratch, work); });
   zero_unused_rows(p, args.in.cu_seqlens, {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.db, &args.dw});
   collect(execution, plan, w, threads);
 }

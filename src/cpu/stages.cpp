@@ -138,9 +138,10 @@ void prepare_chunk(const Plan& plan, int64_t chunk, int64_t head, Arena scratch,
   const Chunk& c = plan.chunks[chunk];
   const PrepareTiles t(scratch, size);
   const Tile a = kept(plan.keep.a, plan.at(chunk, head), size.matrix(), size.ldc);
-  const Tile cq = plan.make_cq ? kept(plan.keep.cq, plan.at(chunk, head), size.matrix(), size.ldc) : Tile{};
+  const Tile cq = plan.make_cq ? kept(plan.keep.cq, plan.cq_at(chunk, head), size.matrix(), size.ldc) : Tile{};
   const Tile l = plan.make_a ? t.l : Tile{};
 
+  if (!plan.make_a && !plan.make_cq && !plan.make_w) return;
   load_keys(plan, c, head, t.beta, t.k, t.e);
   const Gates gates = load_gates(plan, c, head, t.g);
   if (plan.make_a || plan.make_cq) {
@@ -148,7 +149,7 @@ void prepare_chunk(const Plan& plan, int64_t chunk, int64_t head, Arena scratch,
     interaction_matrices(gates, plan.p.variant.intra, t.q, t.e, t.k, plan.p.K, l, cq, t.t, work);
     if (plan.make_a) invert_unit_lower(l, c.n, a);
   }
-  if (plan.expanded()) {
+  if (plan.make_w) {
     const Tile w = kept(plan.keep.w, plan.at(chunk, head), size.keys(), size.ldk);
     decay_from_start(gates, t.gamma);
     multiply(t.gamma, t.e, c.n, size.Kp, t.e);
@@ -186,6 +187,8 @@ void load_scan_keys(const Plan& plan, const Chunk& c, int64_t head, const ScanTi
   multiply(t.to_end, t.k, c.n, plan.size.Kp, t.to_end);
 }
 
+void pullback_chunk(const Plan& plan, int64_t chunk, int64_t query_head, Arena scratch, Work& work);
+
 /// Chunk by chunk  R = A (Z - E S),  O = Qg S + Cq R,  S <- diag(lambda) S + F^T R.
 void scan_forward(const Plan& plan, int64_t sequence, int64_t head, Slice slice, Arena scratch, Work& total) {
   const Problem& p = plan.p;
@@ -202,6 +205,7 @@ void scan_forward(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
   for (int64_t begin = 0, chunk = seq.first_chunk; begin < seq.tokens; begin += kChunk, ++chunk) {
     const Chunk& c = plan.chunks[chunk];
     const int64_t at = plan.at(chunk, head);
+    if (plan.fused) prepare_chunk(plan, chunk, head, scratch, work);
     load_scan_keys(plan, c, head, t);
     if (plan.keep.state_t != nullptr) {
       transpose(t.state, size.Kp, columns, kept(plan.keep.state_t, at, size.state_t(), size.ldk).from(slice.begin));
@@ -219,7 +223,7 @@ void scan_forward(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
       gemm(plain(a), Triangle::kLower, t.x, r, {c.n, width, c.n}, Store::kSet, scan);
     }
     if (outputs) {
-      const Tile cq = kept(plan.keep.cq, at, size.matrix(), size.ldc);
+      const Tile cq = kept(plan.keep.cq, plan.cq_at(chunk, head), size.matrix(), size.ldc);
       load_queries(plan, c, head / plan.group(), t.q);
       multiply(t.gamma, t.q, c.n, size.Kp, t.q);
       gemm(plain(t.q), Triangle::kFull, t.state, t.o, {c.n, width, p.K}, Store::kSet, scan);
@@ -251,15 +255,18 @@ void scan_reverse(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
   for (int64_t chunk = last; chunk >= seq.first_chunk; --chunk) {
     const Chunk& c = plan.chunks[chunk];
     const int64_t at = plan.at(chunk, head);
+    if (plan.fused) prepare_chunk(plan, chunk, head, scratch, work);
     const Tile a = kept(plan.keep.a, at, size.matrix(), size.ldc);
-    const Tile cq = kept(plan.keep.cq, at, size.matrix(), size.ldc);
-    const Tile sensitivity = kept(plan.keep.p, at, size.values(), size.ldv).from(0, slice.begin);
+    const Tile cq = kept(plan.keep.cq, plan.cq_at(chunk, head), size.matrix(), size.ldc);
+    const Tile sensitivity =
+        kept(plan.keep.p, plan.adjoint_at(chunk, head), size.values(), size.ldv).from(0, slice.begin);
     const Tile dr = plan.expanded() ? sensitivity : t.r;
     load_scan_keys(plan, c, head, t);
     load_queries(plan, c, head / plan.group(), t.q);
     multiply(t.gamma, t.q, c.n, size.Kp, t.q);
     load_rows(rows_of(plan.bwd->d_o, c, head, slice.begin), c.n, width, t.o);
-    transpose(t.state, size.Kp, columns, kept(plan.keep.dstate_t, at, size.state_t(), size.ldk).from(slice.begin));
+    transpose(t.state, size.Kp, columns,
+              kept(plan.keep.dstate_t, plan.adjoint_at(chunk, head), size.state_t(), size.ldk).from(slice.begin));
 
     gemm(transposed(cq), Triangle::kUpper, t.o, dr, {c.n, width, c.n}, Store::kSet, scan);
     gemm(plain(t.to_end), Triangle::kFull, t.state, dr, {c.n, width, p.K}, Store::kAdd, scan);
@@ -272,6 +279,7 @@ void scan_reverse(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
       gemm(transposed(a), Triangle::kUpper, dr, sensitivity, {c.n, width, c.n}, Store::kSet, {&work.local});
       gemm(transposed(t.e), Triangle::kFull, sensitivity, t.state, {p.K, width, c.n}, Store::kSubtract, scan);
     }
+    if (plan.fused) pullback_chunk(plan, chunk, head, scratch, work);
   }
   store_state(plan, t.state, plan.bwd->d_initial_state, sequence, head, slice);
   if (slice.begin != 0) work.scan.products = work.local.products = 0;  // counted with the first columns
@@ -439,9 +447,9 @@ void pullback_chunk(const Plan& plan, int64_t chunk, int64_t query_head, Arena s
   for (int64_t head = query_head * plan.group(); head < (query_head + 1) * plan.group(); ++head) {
     const int64_t at = plan.at(chunk, head);
     const Tile state_t = kept(plan.keep.state_t, at, size.state_t(), size.ldk);
-    const Tile dstate_t = kept(plan.keep.dstate_t, at, size.state_t(), size.ldk);
+    const Tile dstate_t = kept(plan.keep.dstate_t, plan.adjoint_at(chunk, head), size.state_t(), size.ldk);
     const Tile r = kept(plan.keep.r, at, size.values(), size.ldv);
-    const Tile sensitivity = kept(plan.keep.p, at, size.values(), size.ldv);
+    const Tile sensitivity = kept(plan.keep.p, plan.adjoint_at(chunk, head), size.values(), size.ldv);
     load_keys(plan, c, head, t.beta, t.k, t.e);
     load_strength(plan, plan.in->b, c, head, 0, p.K, t.beta, t.b);
     load_strength(plan, plan.in->w, c, head, 0, p.V, t.beta, t.w);
@@ -515,15 +523,12 @@ const char* target_name() {
 
 int64_t scratch_of(const Problem& p, bool backward) {
   const Sizes size(p);
-  const auto measure = [](auto&& make) {
-    Arena arena;
-    make(arena);
-    return static_cast<int64_t>(arena.used());
-  };
-  int64_t most =
-      std::max(measure([&](Arena& a) { PrepareTiles(a, size); }), measure([&](Arena& a) { ScanTiles(a, size); }));
-  if (backward) most = std::max(most, measure([&](Arena& a) { PullbackTiles(a, p, size); }));
-  return most;
+  // The scans run the other stages in what they leave of the scratch.
+  Arena scan, prepare, pullback;
+  ScanTiles(scan, size);
+  PrepareTiles(prepare, size);
+  if (backward) PullbackTiles(pullback, p, size);
+  return static_cast<int64_t>(scan.used() + std::max(prepare.used(), pullback.used()));
 }
 
 }  // namespace rewy::cpu::HWY_NAMESPACE

@@ -6,7 +6,8 @@
 //   scan_reverse    the same, backwards: dS and P (expanded: dR)
 //   pullback_chunk  every (chunk, query head): all input gradients, summed over the heads of the group
 //
-// scan_forward and scan_reverse of one call need nothing of each other and run side by side.
+// scan_forward and scan_reverse of one call need nothing of each other and can run side by side. Where the heads alone
+// keep all threads busy, the scans run the other two stages themselves, chunk by chunk (Plan::fused).
 #pragma once
 
 #include <cstddef>
@@ -83,9 +84,15 @@ struct Plan {
   Intermediates keep;
   bool make_a = true;   ///< prepare_chunk computes A (false: the forward left it)
   bool make_cq = true;  ///< prepare_chunk computes Cq
+  bool make_w = false;  ///< prepare_chunk computes W and U (expanded graph)
+  /// scan_forward prepares each chunk just before its step, and scan_reverse prepares it before and pulls it back just
+  /// after, while its rows are in the caches. What only the step itself uses (Cq, dS+, P) then has one slot.
+  bool fused = false;
   bool expanded() const { return p.variant.graph == Graph::kExpanded; }
   std::int64_t group() const { return p.HV / p.H; }
   std::int64_t at(std::int64_t chunk, std::int64_t head) const { return chunk * p.HV + head; }
+  std::int64_t adjoint_at(std::int64_t chunk, std::int64_t head) const { return fused ? 0 : at(chunk, head); }
+  std::int64_t cq_at(std::int64_t chunk, std::int64_t head) const { return fused && make_cq ? 0 : at(chunk, head); }
 };
 
 struct Stages {
