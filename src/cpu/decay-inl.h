@@ -98,15 +98,6 @@ inline void apply_scalar_ratio(const Gates& gates, float* sums, std::initializer
   }
 }
 
-/// Zeroes what is above the diagonal, and the diagonal itself if `strict`, up to n columns rounded up, and rows n on.
-inline void mask_lower(Tile m, int64_t n, bool strict) {
-  const int64_t end = round_up(n, kPad);
-  for (int64_t i = 0; i < end; ++i) {
-    const int64_t keep = i < n ? i + (strict ? 0 : 1) : 0;
-    std::fill(m.row(i) + keep, m.row(i) + end, 0.0f);
-  }
-}
-
 /// Vector gates: the split exp(G_i - G_j) = receive_i * send_j about the first row of each 16-token block.
 /// Tiles are the caller's scratch; begin_block() leaves in them what one block of receiving rows needs.
 class AnchoredSplit {

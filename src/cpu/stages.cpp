@@ -10,6 +10,7 @@
 
 #include "cpu/decay-inl.h"
 #include "cpu/gemm-inl.h"
+#include "cpu/local-inl.h"
 #include "cpu/stages.h"
 #include "cpu/tile-inl.h"
 #include "cpu/tiles.h"
@@ -276,7 +277,7 @@ void scan_reverse(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
       const Tile w = kept(plan.keep.w, at, size.keys(), size.ldk);
       gemm(transposed(w), Triangle::kFull, dr, t.state, {p.K, width, c.n}, Store::kSubtract, scan);
     } else {
-      gemm(transposed(a), Triangle::kUpper, dr, sensitivity, {c.n, width, c.n}, Store::kSet, {&work.local});
+      shared_sensitivity(a, dr, c.n, width, sensitivity, {&work.local});
       gemm(transposed(t.e), Triangle::kFull, sensitivity, t.state, {p.K, width, c.n}, Store::kSubtract, scan);
     }
     if (plan.fused) pullback_chunk(plan, chunk, head, scratch, work);
@@ -290,12 +291,13 @@ void scan_reverse(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
 // pullback: all input gradients of one chunk
 
 struct PullbackTiles {
-  Tile q, k, dq, dk;                                             // of the query head
-  Tile e, b, g, gamma, to_end, v, w, d_o, z;                     // of the value head
-  Tile r_t, d, hq;                                               // R^T, D, Hq
-  Tile de, dqg, df, query_received, erase_received, key_sent;    // [n, K]
-  Tile dgate, end_path, db, dv, dw;                              // gradients before their sums and stores
-  Tile dw_expanded, z_t, e_t, a_t, da, t, p, key_sent_to_query;  // study variants only
+  Tile q, k, dq, dk;                                           // of the query head
+  Tile e, b, g, gamma, to_end, v, w, d_o, z;                   // of the value head
+  Tile r_t, d, hq;                                             // R^T, D, Hq
+  Tile de, dqg, df, query_received, erase_received, key_sent;  // [n, K]
+  Tile dgate, end_path, db, dv, dw;                            // gradients before their sums and stores
+  ExpandedTiles ex;
+  Tile key_sent_to_query;  // study variants only
   float *beta, *diagonal, *state_path, *erase_sums, *gate_sums, *column;
   InteractionTiles it;
   PullbackTiles(Arena& arena, const Problem& problem, const Sizes& size) {
@@ -310,43 +312,16 @@ struct PullbackTiles {
     erase_sums = take.tokens(), gate_sums = take.tokens(), column = take.tokens();
     it = interaction_tiles(take);
     if (problem.variant != Variant{}) {
-      dw_expanded = take.keys(), z_t = take.values_t(), e_t = take.keys_t(), a_t = take.matrix();
-      da = take.matrix(), t = take.matrix(), p = take.values(), key_sent_to_query = take.keys();
+      ex = expanded_tiles(take);
+      key_sent_to_query = take.keys();
     }
   }
 };
 
-/// The local pullback of R = A (Z - E S) given P = A^T dR: D = -tril(P R^T, -1) and dE = -P S^T (docs/math.md, 3).
-/// `de` receives P S^T, without the sign.
-void pull_back_rewy(const Plan& plan, int64_t n, Tile p, Tile state_t, const PullbackTiles& t, Work& work) {
-  const Count local{&work.local};
-  gemm(plain(p), Triangle::kFull, t.r_t, t.d, {n, n, plan.p.V}, Store::kSet, local, true);
-  gemm(plain(p), Triangle::kFull, state_t, t.de, {n, plan.p.K, plan.p.V}, Store::kSet, local);
-}
-
-/// The same, through the adjoints of W, U and A (docs/math.md, 6): dW = -dR S^T, dA = dR Z^T + dW E^T,
-/// D = -tril(A^T dA A^T, -1), P = A^T dR, dE = A^T dW. Needs z and gamma * e. Signs as in pull_back_rewy.
-void pull_back_expanded(const Plan& plan, int64_t n, Tile a, Tile dr, Tile state_t, Tile e, const PullbackTiles& t,
-                        Work& work) {
-  const Count local{&work.local};
-  const int64_t K = plan.p.K, V = plan.p.V;
-  transpose(t.z, round_up(n, kPad), plan.size.Vp, t.z_t);
-  transpose(e, round_up(n, kPad), plan.size.Kp, t.e_t);
-  transpose(a, round_up(n, kPad), round_up(n, kPad), t.a_t);
-  gemm(plain(dr), Triangle::kFull, state_t, t.dw_expanded, {n, K, V}, Store::kSet, local);
-  gemm(plain(dr), Triangle::kFull, t.z_t, t.da, {n, n, V}, Store::kSet, local, true);
-  gemm(plain(t.dw_expanded), Triangle::kFull, t.e_t, t.da, {n, n, K}, Store::kSubtract, local, true);
-  mask_lower(t.da, n, false);
-  gemm(transposed(a), Triangle::kUpper, t.da, t.t, {n, n, n}, Store::kSet, local);
-  gemm(plain(t.t), Triangle::kFull, t.a_t, t.d, {n, n, n}, Store::kSet, local, true);
-  gemm(transposed(a), Triangle::kUpper, dr, t.p, {n, V, n}, Store::kSet, local);
-  gemm(transposed(a), Triangle::kUpper, t.dw_expanded, t.de, {n, K, n}, Store::kSet, local);
-}
-
 /// The scalar gate's share of L through the matrix K K^T: with J_ij = D_ij ratio_ij <k_i, k_j>, the erase part of
 /// dbeta_i is sum_j J_ij and that of dG_i is beta_i sum_j J_ij - sum_j beta_j J_ji (docs/math.md, 4).
 void gram_sums(const Plan& plan, int64_t n, const PullbackTiles& t, Work& work) {
-  const Tile gram = t.t;
+  const Tile gram = t.ex.product;
   transpose(t.k, round_up(n, kPad), plan.size.Kp, t.it.operand_t);
   gemm(plain(t.k), Triangle::kFull, t.it.operand_t, gram, {n, n, plan.p.K}, Store::kSet, {&work.interact}, true);
   std::fill_n(t.erase_sums, n, 0.0f);
@@ -465,10 +440,10 @@ void pullback_chunk(const Plan& plan, int64_t chunk, int64_t query_head, Arena s
       multiply(t.v, t.w, round_up(n, kBlock), size.Vp, t.z);
       multiply(t.gamma, t.e, round_up(n, kBlock), size.Kp, t.key_sent);
       const Tile a = kept(plan.keep.a, at, size.matrix(), size.ldc);
-      pull_back_expanded(plan, n, a, sensitivity, state_t, t.key_sent, t, work);
-      pull = t.p;
+      pull_back_expanded({n, p.K, p.V}, a, sensitivity, state_t, t.key_sent, t.z, t.ex, t.d, t.de, {&work.local});
+      pull = t.ex.p;
     } else {
-      pull_back_rewy(plan, n, sensitivity, state_t, t, work);
+      pull_back_rewy({n, p.K, p.V}, sensitivity, t.r_t, state_t, t.d, t.de, {&work.local});
     }
     scale_all(t.d, -1.0f, n, round_up(n, kPad));
     mask_lower(t.d, n, true);

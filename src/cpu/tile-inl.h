@@ -184,6 +184,15 @@ inline void transpose(Tile from, int64_t rows, int64_t columns, Tile to) {
   }
 }
 
+/// Zeroes what is above the diagonal, and the diagonal itself if `strict`, up to n columns rounded up, and rows n on.
+inline void mask_lower(Tile m, int64_t n, bool strict) {
+  const int64_t end = round_up(n, kPad);
+  for (int64_t i = 0; i < end; ++i) {
+    const int64_t keep = i < n ? i + (strict ? 0 : 1) : 0;
+    std::fill(m.row(i) + keep, m.row(i) + end, 0.0f);
+  }
+}
+
 /// out = a * b, elementwise, over n rows.
 inline void multiply(Tile a, Tile b, int64_t n, int64_t columns, Tile out) {
   const FloatTag d;
