@@ -1,0 +1,57 @@
+// rewy: gradients of delta-rule attention from files, and the checks and timings of this library.
+#include <cstdio>
+#include <exception>
+
+#include "commands.h"
+#include "rewy/version.h"
+
+namespace rewy::tool {
+namespace {
+
+std::vector<std::string> arguments;
+
+}  // namespace
+
+std::string command_line() {
+  return "rewy " + joined(arguments);
+}
+
+void DeviceOptions::add(CLI::App& app) {
+  app.add_option("--device", device, "auto, cpu or reference")
+      ->check(CLI::IsMember({"auto", "cpu", "reference"}))
+      ->capture_default_str();
+  app.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+}  // namespace rewy::tool
+
+int main(int argc, char** argv) {
+  using namespace rewy::tool;
+  arguments.assign(argv + 1, argv + argc);
+  CLI::App app{"Exact gradients of delta-rule attention (DeltaNet, GDN, KDA, GDN2)", "rewy"};
+  app.set_version_flag("--version", "rewy " REWY_VERSION);
+  app.require_subcommand(1);
+  int status = kSuccess;
+  add_grad(app, status);
+  add_check(app, status);
+  add_bench(app, status);
+  add_explain(app, status);
+  add_info(app, status);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app.exit(e);
+    std::fprintf(stderr, "rewy: %s\n", e.what());
+    return kBadInput;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "rewy: %s\n", e.what());
+    return kBadInput;
+  }
+  return status;
+}
