@@ -17,8 +17,8 @@ is installed. Its conventions, and how they meet this library's:
 
 Both get Gaussian q, k, v and do, gates log(sigmoid(x)) / 16 (gate=mild), beta in [0.1, 0.9], FP32, and the same number of
 threads. One side runs at a time and they alternate, so that a slow phase of the machine meets both. One round is one
-`rewy bench` process, with its own warm-up and repetitions, and as many timed autograd calls in this process.
-Forward and backward are timed apart; what is compared is the sum of the medians over all rounds.
+`rewy bench` process and a run of autograd calls in this process, both with a warm-up and as many observations. An
+observation is one forward and one backward; medians are over all rounds.
 
 Unless --no-check is given, `rewy grad` first computes one problem from a file, and every output and gradient is compared
 with autograd's: a comparison of speed means nothing between different answers.
@@ -46,7 +46,7 @@ def parse_arguments():
     parser.add_argument("--policy", default="recompute", choices=["recompute", "save"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="alternations (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="autograd calls a round (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="observations a round (default: %(default)s)")
     parser.add_argument("--no-check", action="store_true", help="do not compare the results first")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
     return parser.parse_args()
@@ -63,6 +63,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule  # noqa: E402
 
 INPUTS = ("q", "k", "v", "g", "beta")
+DIRECTIONS = ("fwd", "bwd", "both")  # as `rewy bench` names them
 
 
 def make_inputs(batch, tokens, heads, width):
@@ -92,17 +93,20 @@ def forward_autograd(inputs):
 
 
 def time_autograd(inputs, repeats):
-    """Seconds of the forward and of the backward, `repeats` of each."""
+    """Seconds of `repeats` forwards, backwards, and both, after a warm-up."""
     leaves = {name: inputs[name].detach().requires_grad_() for name in INPUTS}
-    seconds = {"forward": [], "backward": []}
-    for _ in range(repeats):
+    seconds = {direction: [] for direction in DIRECTIONS}
+    for i in range(-1, repeats):
         start = time.perf_counter()
         output = forward_autograd(leaves)
         between = time.perf_counter()
         torch.autograd.grad(output, list(leaves.values()), inputs["do"])
         end = time.perf_counter()
-        seconds["forward"].append(between - start)
-        seconds["backward"].append(end - between)
+        if i < 0:
+            continue
+        seconds["fwd"].append(between - start)
+        seconds["bwd"].append(end - between)
+        seconds["both"].append(end - start)
     return seconds
 
 
@@ -114,13 +118,13 @@ def run_tool(arguments, *words):
 
 
 def time_tool(arguments, problem):
-    """Median seconds of the forward and of the backward, from one `rewy bench` process."""
+    """The same, from one `rewy bench` process."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "bench.json"
-        run_tool(arguments, "bench", problem, "--direction", "both", "--threads", str(arguments.threads), "--json",
-                 str(report))
-        rows = json.loads(report.read_text())["results"]
-    return {row["direction"]: row["median_s"] for row in rows}
+        run_tool(arguments, "bench", problem, "--direction", "all", "--threads", str(arguments.threads), "--repeats",
+                 str(arguments.repeats), "--json", str(report))
+        rows = json.loads(report.read_text())["problems"]
+    return {row["direction"]: row["observations_s"] for row in rows}
 
 
 def check(arguments, inputs):
@@ -160,26 +164,23 @@ def main():
         if not max(differences.values()) < 1e-3:
             sys.exit("compare_transformers: the two sides do not compute the same")
 
-    time_autograd(inputs, 2)  # warm-up; the first call takes seconds
-    rounds = {"rewy": {"forward": [], "backward": []}, "autograd": {"forward": [], "backward": []}}
+    time_autograd(inputs, 1)  # the first call takes seconds
+    observations = {side: {direction: [] for direction in DIRECTIONS} for side in ("autograd", "rewy")}
     for _ in range(arguments.rounds):
-        for direction, seconds in time_tool(arguments, problem).items():
-            rounds["rewy"][direction].append(seconds)
-        for direction, seconds in time_autograd(inputs, arguments.repeats).items():
-            rounds["autograd"][direction].extend(seconds)
+        for side, seconds in (("rewy", time_tool(arguments, problem)),
+                              ("autograd", time_autograd(inputs, arguments.repeats))):
+            for direction in DIRECTIONS:
+                observations[side][direction] += seconds[direction]
 
-    report["seconds"] = rounds
     medians = {side: {direction: statistics.median(values) for direction, values in times.items()}
-               for side, times in rounds.items()}
-    for times in medians.values():
-        times["sum"] = times["forward"] + times["backward"]
-    report["median_seconds"] = medians
-    report["ratio"] = {d: medians["autograd"][d] / medians["rewy"][d] for d in ("forward", "backward", "sum")}
+               for side, times in observations.items()}
+    ratios = {direction: medians["autograd"][direction] / medians["rewy"][direction] for direction in DIRECTIONS}
+    report |= {"observations_s": observations, "median_s": medians, "ratio": ratios}
 
-    print(f"{'median, ms':<22}{'forward':>10}{'backward':>10}{'sum':>10}")
+    print(f"{'median, ms':<22}" + "".join(f"{direction:>10}" for direction in DIRECTIONS))
     for side, label in (("autograd", "transformers autograd"), ("rewy", "rewy")):
-        print(f"{label:<22}" + "".join(f"{1e3 * medians[side][d]:>10.2f}" for d in ("forward", "backward", "sum")))
-    print(f"{'ratio':<22}" + "".join(f"{report['ratio'][d]:>10.2f}" for d in ("forward", "backward", "sum")))
+        print(f"{label:<22}" + "".join(f"{1e3 * medians[side][direction]:>10.2f}" for direction in DIRECTIONS))
+    print(f"{'ratio':<22}" + "".join(f"{ratios[direction]:>10.2f}" for direction in DIRECTIONS))
     if arguments.json:
         pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
 
