@@ -1,0 +1,71 @@
+# The plain front of the CMake build. `make demo` and `make test` are all a newcomer needs; they install what is missing
+# on Debian and Ubuntu. PRESET names a preset of CMakePresets.json that builds into build/.
+PRESET ?= release
+JOBS ?= $(shell nproc)
+
+PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
+BENCH_PACKAGES = libbenchmark-dev libopenblas-dev
+SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h'
+# Tests that use threads take turns on the cores instead of spinning on them.
+CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
+
+.PHONY: build demo test asan consumers bench-build bench-cpu format format-check tidy neon clean
+
+build:
+	@cmake/install-packages $(PACKAGES)
+	cmake --preset $(PRESET) -DREWY_BENCH=OFF
+	cmake --build build -j $(JOBS) --target rewy_cli
+
+demo: build
+	build/rewy grad examples/layers/*.safetensors --verify
+
+test: build
+	cmake --build build -j $(JOBS)
+	build/rewy check
+	$(CTEST) --test-dir build
+
+asan:
+	@cmake/install-packages $(PACKAGES)
+	cmake --preset asan
+	cmake --build build-asan -j $(JOBS)
+	$(CTEST) --test-dir build-asan -LE '^slow$$'
+
+# Projects that use the installed library, and the library as a subdirectory. Part of `make test` too.
+consumers: build
+	cmake --build build -j $(JOBS)
+	$(CTEST) --test-dir build -L '^package$$'
+
+bench-build:
+	@cmake/install-packages $(PACKAGES) $(BENCH_PACKAGES)
+	cmake --preset $(PRESET) -DREWY_BENCH=ON
+	cmake --build build -j $(JOBS)
+
+bench-cpu: bench-build
+	bench/run_cpu.sh
+
+# The version of clang-format that Debian 12 has: another one breaks lines elsewhere.
+format:
+	@cmake/install-packages git clang-format-14
+	$(SOURCES) | xargs clang-format-14 -i
+
+format-check:
+	@cmake/install-packages git clang-format-14
+	$(SOURCES) | xargs clang-format-14 --dry-run -Werror
+
+tidy: build
+	@cmake/install-packages git clang-tidy libomp-dev
+	$(SOURCES) | grep -E '^(src|tools)/.*\.cpp$$' | xargs -n 1 -P $(JOBS) clang-tidy -p build --quiet
+
+# The library compiles for 64-bit Arm. Only Highway's headers are lent to the cross compiler, not the host's C library.
+neon:
+	@cmake/install-packages libhwy-dev g++-aarch64-linux-gnu
+	mkdir -p build/neon/include
+	ln -sfn /usr/include/hwy build/neon/include/hwy
+	for source in src/*/*.cpp; do \
+	  echo "aarch64 $$source"; \
+	  aarch64-linux-gnu-g++ -std=c++20 -O2 -fopenmp -Wall -Wextra -Iinclude -Isrc -isystem build/neon/include \
+	    -c $$source -o build/neon/$$(basename $$source).o || exit 1; \
+	done
+
+clean:
+	rm -rf build build-asan build-dev
