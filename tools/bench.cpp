@@ -27,11 +27,7 @@ struct Timing {
   Work work;
   std::uint64_t workspace = 0;
 
-  double median() const {
-    const std::size_t n = seconds.size();
-    return (seconds[n / 2] + seconds[(n - 1) / 2]) / 2;
-  }
-  double rate() const { return static_cast<double>(work.total().executed) / median(); }
+  double rate() const { return static_cast<double>(work.total().executed) / median(seconds); }
 };
 
 /// A forward that saves and a backward that uses it, as in training; `direction` says which of them counts.
@@ -80,14 +76,14 @@ void bench(const Options& o, const std::string& command) {
       const Timing t = time_problem(line, o, direction);
       progress.clear();
       std::printf("%-5s %-10s %11.3f %9.3f %9.3f %9.1f %11s  %s\n", direction.c_str(), t.backend.c_str(),
-                  t.median() * 1e3, t.seconds.front() * 1e3, t.seconds.back() * 1e3, t.rate() * 1e-9,
+                  median(t.seconds) * 1e3, t.seconds.front() * 1e3, t.seconds.back() * 1e3, t.rate() * 1e-9,
                   bytes_text(t.workspace).c_str(), t.text.c_str());
       if (o.work) std::printf("%s", work_table(t.work, "      ").c_str());
       std::fflush(stdout);
       rows.push_back({{"problem", t.text},
                       {"direction", direction},
                       {"backend", t.backend},
-                      {"median_s", t.median()},
+                      {"median_s", median(t.seconds)},
                       {"min_s", t.seconds.front()},
                       {"max_s", t.seconds.back()},
                       {"observations_s", t.seconds},
@@ -111,7 +107,9 @@ void add_bench(CLI::App& app, int&) {
   CLI::App* command = app.add_subcommand("bench", "Time problems given as text");
   command->add_option("problem", o->problem, "op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 gate=mild policy=recompute");
   command->add_option("--file", o->file, "A list of problems, one a line");
-  command->add_option("--direction", o->direction, "What is timed: fwd, bwd (after a forward that is not timed), both, or all three")
+  command
+      ->add_option("--direction", o->direction,
+                   "What is timed: fwd, bwd (after a forward that is not timed), both, or all three")
       ->check(CLI::IsMember({"fwd", "bwd", "both", "all"}))
       ->capture_default_str();
   command->add_option("--repeats", o->repeats, "Observations after one warm-up")

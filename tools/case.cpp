@@ -75,8 +75,9 @@ std::vector<std::int64_t> parse_lengths(const std::string& key, std::string_view
   while (std::getline(items, item, ',')) {
     const std::size_t times = item.find('x');
     const auto length = parse_number<std::int64_t>(key, std::string_view(item).substr(0, times), allowed);
-    const std::int64_t count =
-        times == std::string::npos ? 1 : parse_number<std::int64_t>(key, std::string_view(item).substr(times + 1), allowed);
+    const std::int64_t count = times == std::string::npos
+                                   ? 1
+                                   : parse_number<std::int64_t>(key, std::string_view(item).substr(times + 1), allowed);
     constexpr std::int64_t kMostSegments = 1 << 24;
     if (length < 0 || count < 0 || count > kMostSegments) refuse(key, allowed, text);
     lengths.insert(lengths.end(), static_cast<std::size_t>(count), length);
@@ -149,7 +150,8 @@ DType parse_offsets_dtype(std::string_view text) {
 // In the order of format_case().
 const std::vector<Key>& keys() {
   static const std::vector<Key> table{
-      word_key<Operator>("op", [](Case& c) -> Operator& { return c.problem.op; }, parse_operator),
+      word_key<Operator>(
+          "op", [](Case& c) -> Operator& { return c.problem.op; }, parse_operator),
       size_key("B", &Problem::B, 1),
       size_key("T", &Problem::T, 0),
       size_key("H", &Problem::H, 1),
@@ -162,14 +164,17 @@ const std::vector<Key>& keys() {
          c.problem.segments = static_cast<std::int64_t>(c.lengths.size());
        },
        [](const Case& c) { return c.problem.segments ? lengths_text(c.lengths) : ""; }},
-      word_key<DType>("offsets", [](Case& c) -> DType& { return c.offsets; }, parse_offsets_dtype),
-      word_key<DType>("dtype", [](Case& c) -> DType& { return c.problem.dtype; }, parse_float_dtype),
-      word_key<DType>("strength_dtype", [](Case& c) -> DType& { return c.problem.strength_dtype; }, parse_float_dtype),
+      word_key<DType>(
+          "offsets", [](Case& c) -> DType& { return c.offsets; }, parse_offsets_dtype),
+      word_key<DType>(
+          "dtype", [](Case& c) -> DType& { return c.problem.dtype; }, parse_float_dtype),
+      word_key<DType>(
+          "strength_dtype", [](Case& c) -> DType& { return c.problem.strength_dtype; }, parse_float_dtype),
       flag_key("h0", &Case::initial_state),
       flag_key("ht", &Case::final_state),
       flag_key("dht", &Case::d_final_state),
-      word_key<StateLayout>("layout", [](Case& c) -> StateLayout& { return c.problem.state_layout; },
-                            parse_state_layout),
+      word_key<StateLayout>(
+          "layout", [](Case& c) -> StateLayout& { return c.problem.state_layout; }, parse_state_layout),
       {"keys", [](Case& c, const std::string& text) { c.keys = parse_word<Keys>("keys", text, kKeysWords); },
        [](const Case& c) { return std::string(kKeysWords[static_cast<std::size_t>(c.keys)]); }},
       {"beta",
@@ -203,14 +208,16 @@ const std::vector<Key>& keys() {
        [](Case& c, const std::string& text) { c.strides = parse_word<Placement>("strides", text, kStridesWords); },
        [](const Case& c) { return std::string(kStridesWords[static_cast<std::size_t>(c.strides)]); }},
       {"scale",
-       [](Case& c, const std::string& text) {
-         c.problem.scale = parse_number<double>("scale", text, "a number");
-       },
+       [](Case& c, const std::string& text) { c.problem.scale = parse_number<double>("scale", text, "a number"); },
        [](const Case& c) { return c.problem.scale ? number_text(*c.problem.scale) : ""; }},
-      word_key<Policy>("policy", [](Case& c) -> Policy& { return c.problem.policy; }, parse_policy),
-      word_key<Graph>("graph", [](Case& c) -> Graph& { return c.problem.variant.graph; }, parse_graph),
-      word_key<Intra>("intra", [](Case& c) -> Intra& { return c.problem.variant.intra; }, parse_intra),
-      word_key<Gram>("gram", [](Case& c) -> Gram& { return c.problem.variant.gram; }, parse_gram),
+      word_key<Policy>(
+          "policy", [](Case& c) -> Policy& { return c.problem.policy; }, parse_policy),
+      word_key<Graph>(
+          "graph", [](Case& c) -> Graph& { return c.problem.variant.graph; }, parse_graph),
+      word_key<Intra>(
+          "intra", [](Case& c) -> Intra& { return c.problem.variant.intra; }, parse_intra),
+      word_key<Gram>(
+          "gram", [](Case& c) -> Gram& { return c.problem.variant.gram; }, parse_gram),
       {"seed",
        [](Case& c, const std::string& text) {
          c.seed = parse_number<std::uint64_t>("seed", text, "a whole number of at least 0");
@@ -253,9 +260,7 @@ class GateMaker {
  public:
   GateMaker(const Case& c, std::uint64_t stream) : case_(c), stream_(stream) {}
 
-  double operator()(const Index& at, std::uint64_t position) const {
-    return make(case_.gate, at, position);
-  }
+  double operator()(const Index& at, std::uint64_t position) const { return make(case_.gate, at, position); }
 
  private:
   double make(GateKind kind, const Index& at, std::uint64_t position) const {
@@ -448,8 +453,8 @@ Data make_data(const Case& c) {
     shape.push_back(width);
     return shape;
   };
-  const Shape state = p.state_layout == StateLayout::kKV ? Shape{p.sequences(), p.HV, p.K, p.V}
-                                                         : Shape{p.sequences(), p.HV, p.V, p.K};
+  const Shape state =
+      p.state_layout == StateLayout::kKV ? Shape{p.sequences(), p.HV, p.K, p.V} : Shape{p.sequences(), p.HV, p.V, p.K};
   // A stream of random numbers for every tensor; the gate uses several.
   const auto stream = [&](std::uint64_t id) { return c.seed * 64 + id; };
   const auto normal = [&](std::uint64_t id, double factor = 1) -> Make {

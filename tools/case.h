@@ -39,10 +39,10 @@ struct Case {
   std::vector<std::int64_t> lengths;  ///< of the segments, when problem.segments is set
   DType offsets = DType::kI32;
   bool initial_state = false;
-  bool final_state = true;        ///< whether the forward is asked for it
+  bool final_state = true;  ///< whether the forward is asked for it
   bool d_final_state = false;
   Keys keys = Keys::kNormal;
-  std::string beta = "mild";      ///< mild, zero3, zero, one, two, tiny or a number in [0, 2]
+  std::string beta = "mild";  ///< mild, zero3, zero, one, two, tiny or a number in [0, 2]
   GateKind gate = GateKind::kMild;
   double gate_constant = 0;
   Placement strides = Placement::kDense;

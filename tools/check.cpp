@@ -30,8 +30,8 @@ std::string row_text(const CheckResult& r) {
 }
 
 nlohmann::ordered_json json_of(const CheckResult& r) {
-  nlohmann::ordered_json row{{"case", r.text},       {"passed", r.passed}, {"backend", r.backend},
-                             {"seconds", r.seconds}, {"detail", r.detail}};
+  nlohmann::ordered_json row{
+      {"case", r.text}, {"passed", r.passed}, {"backend", r.backend}, {"seconds", r.seconds}, {"detail", r.detail}};
   if (!r.comparisons.empty()) row["outputs"] = to_json(r.comparisons);
   return row;
 }
@@ -69,10 +69,9 @@ int check(const Options& o, const std::string& command) {
   Progress progress(lines.size());
   for (std::size_t i = 0; i < lines.size(); ++i) {
     progress.at(i, lines[i]);
-    const CheckResult r =
-        is_property_line(lines[i])
-            ? check_property(lines[i], o.device.backend())
-            : check_case(lines[i], {.backend = o.device.backend(), .threads = o.device.threads});
+    const CheckResult r = is_property_line(lines[i])
+                              ? check_property(lines[i], o.device.backend())
+                              : check_case(lines[i], {.backend = o.device.backend(), .threads = o.device.threads});
     progress.clear();
     std::printf("%s\n", row_text(r).c_str());
     if (!r.passed || (lines.size() == 1 && r.comparisons.empty())) std::printf("     %s\n", r.detail.c_str());

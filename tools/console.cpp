@@ -17,7 +17,7 @@ namespace rewy::tool {
 namespace {
 
 bool is_number(const std::string& cell) {
-  return !cell.empty() && (std::isdigit(static_cast<unsigned char>(cell[0])) != 0 || cell[0] == '-' || cell == "nan");
+  return cell == "nan" || (!cell.empty() && cell.find_first_not_of("0123456789.+-e") == std::string::npos);
 }
 
 }  // namespace

@@ -39,11 +39,11 @@ class Progress {
 };
 
 std::string printf_text(const char* format, ...) __attribute__((format(printf, 1, 2)));
-std::string seconds_text(double);      ///< "12.3 ms"
+std::string seconds_text(double);       ///< "12.3 ms"
 std::string bytes_text(std::uint64_t);  ///< "1.5 MB"
 std::string cpu_model();
-int default_threads();  ///< what Execution::threads = 0 means
-std::string read_text(const std::string& path);  ///< throws FileError
+int default_threads();                                         ///< what Execution::threads = 0 means
+std::string read_text(const std::string& path);                ///< throws FileError
 void write_text(const std::string& path, const std::string&);  ///< through a temporary file; throws FileError
 
 }  // namespace rewy::tool

@@ -22,6 +22,7 @@ struct Options {
   std::vector<std::string> files;
   std::string out, json, op, policy = "recompute", graph = "rewy", intra = "matrix", gram = "on";
   std::optional<double> scale;
+  int repeats = 1;
   bool verify = false;
 };
 
@@ -180,12 +181,24 @@ void write_outputs(const std::string& path, const Run& run, const Problem& p) {
 }
 
 std::string problem_text(const Problem& p) {
-  std::string text = printf_text("%s  B=%lld T=%lld H=%lld HV=%lld K=%lld V=%lld", std::string(name(p.op)).c_str(),
-                                 static_cast<long long>(p.B), static_cast<long long>(p.T), static_cast<long long>(p.H),
-                                 static_cast<long long>(p.HV), static_cast<long long>(p.K),
-                                 static_cast<long long>(p.V));
+  std::string text =
+      printf_text("%s  B=%lld T=%lld H=%lld HV=%lld K=%lld V=%lld", std::string(name(p.op)).c_str(),
+                  static_cast<long long>(p.B), static_cast<long long>(p.T), static_cast<long long>(p.H),
+                  static_cast<long long>(p.HV), static_cast<long long>(p.K), static_cast<long long>(p.V));
   if (p.segments) text += printf_text(" segments=%lld", static_cast<long long>(*p.segments));
   return text + printf_text("  scale %.6g", p.query_scale());
+}
+
+/// Replaces the times of a first run, the warm-up, by the medians of so many more.
+void take_median_times(const Call& call, const RunOptions& how, int repeats, Run& result) {
+  std::vector<double> forward, backward;
+  for (int i = 0; i < repeats; ++i) {
+    const Run again = run(call, how);
+    forward.push_back(again.forward_seconds);
+    backward.push_back(again.backward_seconds);
+  }
+  result.forward_seconds = median(std::move(forward));
+  result.backward_seconds = median(std::move(backward));
 }
 
 /// The exit status of one file; bad input throws.
@@ -199,7 +212,9 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
     std::fprintf(stderr, "rewy: %s: note: tensor '%s' ignored\n", path.c_str(), name.c_str());
   }
   const std::string out = output_path(o, path);
-  const Run result = run(layer.data.call(), {.backend = o.device.backend(), .threads = o.device.threads});
+  const RunOptions how{.backend = o.device.backend(), .threads = o.device.threads};
+  Run result = run(layer.data.call(), how);
+  if (o.repeats > 1) take_median_times(layer.data.call(), how, o.repeats, result);
 
   std::printf("%s\n", path.c_str());
   std::printf("  problem    %s\n", problem_text(p).c_str());
@@ -211,8 +226,8 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
   std::printf("  workspace  forward %s, backward %s, saved between them %s\n",
               bytes_text(result.forward_bytes.workspace).c_str(), bytes_text(result.backward_bytes.workspace).c_str(),
               bytes_text(result.forward_bytes.saved).c_str());
-  for (const auto& [direction, work] : {std::pair("forward", &result.forward_work),
-                                        std::pair("backward", &result.backward_work)}) {
+  for (const auto& [direction, work] :
+       {std::pair("forward", &result.forward_work), std::pair("backward", &result.backward_work)}) {
     const std::string table = work_table(*work, "    ");
     if (!table.empty()) std::printf("  %s, a chunk and head\n%s", direction, table.c_str());
   }
@@ -307,8 +322,9 @@ void add_grad(CLI::App& app, int& status) {
   CLI::App* command = app.add_subcommand("grad", "Outputs and gradients of the layers in safetensors files");
   command->add_option("files", o->files, "Files with q k v do, g, beta or b w; initial_state dfinal_state cu_seqlens")
       ->required();
-  command->add_option("--out", o->out, "Write o final_state dq dk dv dg dbeta|db dw dinitial_state here (FP32); a "
-                                       "directory where there are several inputs");
+  command->add_option("--out", o->out,
+                      "Write o final_state dq dk dv dg dbeta|db dw dinitial_state here (FP32); a "
+                      "directory where there are several inputs");
   command->add_option("--op", o->op, "Operator; left out: the file's metadata")
       ->check(CLI::IsMember({"deltanet", "gdn", "kda", "gdn2"}));
   command->add_option("--scale", o->scale, "Factor on the queries; left out: the file's metadata, else K^-0.5");
@@ -325,6 +341,9 @@ void add_grad(CLI::App& app, int& status) {
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
   command->add_flag("--verify", o->verify, "Compare every output with the FP64 reference; exit status 1 if one is off");
+  command->add_option("--repeats", o->repeats, "Run so often and give the median times; the first run is the warm-up")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   command->add_option("--json", o->json, "Write what was printed to this file");
   o->device.add(*command);
   command->callback([o, &status] { status = grad(*o, command_line()); });

@@ -51,6 +51,8 @@ Case parse(const PropertySetting& s, const std::string& rest) {
 
 Run run_on(const PropertySetting& s, const Call& call, RunOptions options = {}) {
   options.backend = s.backend;
+  // Small calls: starting a team costs more than they do, and `determinism` compares the numbers of threads.
+  if (options.threads == 0) options.threads = 1;
   return run(call, options);
 }
 
@@ -60,9 +62,9 @@ bool per_token(const std::string& output) {
 
 /// The views of a call that have a token axis, with their names.
 std::vector<std::pair<std::string, TensorView*>> token_inputs(Call& call) {
-  std::vector<std::pair<std::string, TensorView*>> all{{"q", &call.in.q},       {"k", &call.in.k}, {"v", &call.in.v},
-                                                       {"g", &call.in.g},       {"beta", &call.in.beta},
-                                                       {"b", &call.in.b},       {"w", &call.in.w}};
+  std::vector<std::pair<std::string, TensorView*>> all{{"q", &call.in.q}, {"k", &call.in.k},       {"v", &call.in.v},
+                                                       {"g", &call.in.g}, {"beta", &call.in.beta}, {"b", &call.in.b},
+                                                       {"w", &call.in.w}};
   std::erase_if(all, [](const auto& input) { return !input.second->given(); });
   return all;
 }
@@ -85,10 +87,12 @@ Call segment(Call call, std::int64_t index, std::int64_t begin, std::int64_t cou
   return call;
 }
 
-// ---- Bits that must not change ---------------------------------------------------------------------------------------
+// ---- Bits that must not change
+// ---------------------------------------------------------------------------------------
 
 void deterministic(const PropertySetting& s) {
-  for (const char* text : {"T=150 H=2 HV=4 K=40 V=24 gate=mixed h0=1 dht=1", "T=130 H=1 K=128 gate=trained dtype=bf16"}) {
+  for (const char* text :
+       {"T=150 H=2 HV=4 K=40 V=24 gate=mixed h0=1 dht=1", "T=130 H=1 K=128 gate=trained dtype=bf16"}) {
     const Data data = make_data(parse(s, text));
     const Run first = run_on(s, data.call(), {.threads = 1});
     require_equal("the same call again, its memory filled with zeros before", first,
@@ -120,9 +124,9 @@ void check_causality(const PropertySetting& s, const std::string& text, std::int
       const bool all = !per_token(output.name);
       const TensorView& a = output.tensor.view;
       const TensorView& b = after[output.name];
-      require_equal("changing " + name + " of token " + std::to_string(token) + " changed " + output.name + " (" + text +
-                        ")",
-                    all ? a : slice(a, 1, 0, token), all ? b : slice(b, 1, 0, token));
+      require_equal(
+          "changing " + name + " of token " + std::to_string(token) + " changed " + output.name + " (" + text + ")",
+          all ? a : slice(a, 1, 0, token), all ? b : slice(b, 1, 0, token));
     }
   }
 }
@@ -178,8 +182,17 @@ void packed_alone(const PropertySetting& s) {
 void inputs_untouched(const PropertySetting& s) {
   for (const char* text : {"T=70 packed=33,0,32 H=2 K=24 h0=1 dht=1", "T=70 H=2 K=24 h0=1 dht=1 strides=packed"}) {
     const Data data = make_data(parse(s, text));
-    const Tensor* tensors[] = {&data.q, &data.k, &data.v,   &data.g,          &data.beta,         &data.b,
-                               &data.w, &data.d_o, &data.initial_state, &data.cu_seqlens, &data.d_final_state};
+    const Tensor* tensors[] = {&data.q,
+                               &data.k,
+                               &data.v,
+                               &data.g,
+                               &data.beta,
+                               &data.b,
+                               &data.w,
+                               &data.d_o,
+                               &data.initial_state,
+                               &data.cu_seqlens,
+                               &data.d_final_state};
     std::vector<std::vector<std::byte>> before;
     for (const Tensor* t : tensors) before.emplace_back(t->buffer.span().begin(), t->buffer.span().end());
     run_on(s, data.call());
@@ -213,7 +226,8 @@ void offsets_read_each_call(const PropertySetting& s) {
   const Run first = run_on(s, data.call());
   for (int i = 1; i <= 20; ++i) {
     fill(middle, i);
-    Data fresh = make_data(parse(s, "T=96 H=1 K=16 gate=mild packed=" + std::to_string(i) + "," + std::to_string(96 - i)));
+    Data fresh =
+        make_data(parse(s, "T=96 H=1 K=16 gate=mild packed=" + std::to_string(i) + "," + std::to_string(96 - i)));
     require_equal("offsets changed in place", run_on(s, data.call()), run_on(s, fresh.call()));
   }
   fill(middle, 32);
@@ -280,7 +294,8 @@ void nan_stays(const PropertySetting& s) {
   }
 }
 
-// ---- Values that must be exact ---------------------------------------------------------------------------------------
+// ---- Values that must be exact
+// ---------------------------------------------------------------------------------------
 
 void empty_passes_through(const PropertySetting& s) {
   for (const char* text : {"B=2 T=0 H=1 K=24 V=40 h0=1 dht=1", "packed=0,0,0 H=1 K=24 V=40 h0=1 dht=1",
@@ -349,8 +364,8 @@ void reset_forgets(const PropertySetting& s) {
   const Run rest = run_on(s, late);
   for (const Output& output : rest.outputs) {
     const bool row = per_token(output.name);
-    require_close("after a reset", output.name, row ? slice(whole[output.name], 1, kToken, 150 - kToken)
-                                                    : whole[output.name], output.tensor.view);
+    require_close("after a reset", output.name,
+                  row ? slice(whole[output.name], 1, kToken, 150 - kToken) : whole[output.name], output.tensor.view);
   }
 }
 
@@ -385,7 +400,8 @@ void beta_zero_writes_nothing(const PropertySetting& s) {
   require_all("dv with beta = 0", r["dv"], is_zero);
 }
 
-// ---- Equal within rounding -------------------------------------------------------------------------------------------
+// ---- Equal within rounding
+// -------------------------------------------------------------------------------------------
 
 void zero_gate_is_ungated(const PropertySetting& s) {
   // GDN2 with b = w = beta, and every gate 0, is the ungated rule.
@@ -396,14 +412,16 @@ void zero_gate_is_ungated(const PropertySetting& s) {
     const std::vector<double> beta = values(plain.beta.view);
     for (const TensorView& view : {gated.b.view, gated.w.view}) {
       for_each(view, [&](std::byte* at, const Index& i, std::int64_t) {
-        store_element(at, view.dtype, beta[static_cast<std::size_t>((i[0] * view.shape[1] + i[1]) * view.shape[2] + i[2])]);
+        store_element(at, view.dtype,
+                      beta[static_cast<std::size_t>((i[0] * view.shape[1] + i[1]) * view.shape[2] + i[2])]);
       });
     }
   }
   const Run a = run_on(s, gated.call());
   const Run b = run_on(s, plain.call());
   for (const Output& output : b.outputs) {
-    if (a.has(output.name)) require_close("gate zero against deltanet", output.name, a[output.name], output.tensor.view);
+    if (a.has(output.name))
+      require_close("gate zero against deltanet", output.name, a[output.name], output.tensor.view);
   }
 }
 
@@ -437,7 +455,8 @@ void split_is_whole(const PropertySetting& s) {
 void graphs_agree(const PropertySetting& s) {
   const std::string text = "T=150 H=1 HV=2 K=24 V=40 h0=1 dht=1 gate=mild ";
   const Run plain = run_on(s, make_data(parse(s, text)).call());
-  for (const char* variant : {"graph=expanded", "intra=pairwise", "gram=off", "graph=expanded intra=pairwise gram=off"}) {
+  for (const char* variant :
+       {"graph=expanded", "intra=pairwise", "gram=off", "graph=expanded intra=pairwise gram=off"}) {
     const Run other = run_on(s, make_data(parse(s, text + variant)).call());
     for (const Output& output : plain.outputs) {
       require_close(variant, output.name, other[output.name], output.tensor.view);
@@ -445,7 +464,8 @@ void graphs_agree(const PropertySetting& s) {
   }
 }
 
-// ---- Refusals --------------------------------------------------------------------------------------------------------
+// ---- Refusals
+// --------------------------------------------------------------------------------------------------------
 
 void bad_calls_refused(const PropertySetting& s) {
   const Data data = make_data(parse(s, "T=128 packed=64,64 H=2 HV=4 K=16 h0=1"));

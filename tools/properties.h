@@ -28,8 +28,8 @@ const std::vector<Property>& properties();
 std::vector<std::string> property_lines();
 bool is_property_line(const std::string& text);
 
-/// A row of `rewy check` for a property line. Like check_case(), it turns exceptions into failed rows; a line that names
-/// no property throws rewy::Error.
+/// A row of `rewy check` for a property line. Like check_case(), it turns exceptions into failed rows; a line that
+/// names no property throws rewy::Error.
 CheckResult check_property(const std::string& text, Backend backend);
 
 }  // namespace rewy::tool

@@ -1,5 +1,7 @@
 #include "report.h"
 
+#include <algorithm>
+
 #include <array>
 #include <utility>
 
@@ -25,8 +27,8 @@ std::string work_table(const Work& work, const std::string& indent) {
   }
   std::string text = table.text(indent);
   if (work.pairwise > 0) {
-    text += indent + printf_text("%.1f exponentials of single pairs and features\n",
-                                 static_cast<double>(work.pairwise) / each);
+    text += indent +
+            printf_text("%.1f exponentials of single pairs and features\n", static_cast<double>(work.pairwise) / each);
   }
   return text;
 }
@@ -38,6 +40,12 @@ std::string error_table(const std::vector<Comparison>& comparisons, const std::s
                printf_text("%.1e", c.largest), c.passed ? c.worst : c.worst + "  <- " + c.reason});
   }
   return table.text(indent);
+}
+
+double median(std::vector<double> observations) {
+  std::sort(observations.begin(), observations.end());
+  const std::size_t n = observations.size();
+  return (observations[n / 2] + observations[(n - 1) / 2]) / 2;
 }
 
 nlohmann::ordered_json to_json(const Work& work) {

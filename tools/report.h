@@ -13,6 +13,9 @@ namespace rewy::tool {
 std::string work_table(const Work&, const std::string& indent);
 std::string error_table(const std::vector<Comparison>&, const std::string& indent);
 
+/// Of at least one observation.
+double median(std::vector<double> observations);
+
 nlohmann::ordered_json to_json(const Work&);
 nlohmann::ordered_json to_json(const std::vector<Comparison>&);
 void write_json(const std::string& path, const nlohmann::ordered_json&);

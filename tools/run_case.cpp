@@ -56,8 +56,7 @@ Run run(const Call& call, const RunOptions& options) {
   const Problem& p = call.problem;
   Run run;
   Execution execution{.threads = options.threads, .backend = options.backend};
-  run.backend =
-      explain(p, options.backward ? Direction::kBackward : Direction::kForward, execution).backend;
+  run.backend = explain(p, options.backward ? Direction::kBackward : Direction::kForward, execution).backend;
   const auto add = [&](const char* name, const TensorView& like) {
     Tensor t = output_like(like, options.poison);
     const TensorView view = t.view;
@@ -140,8 +139,8 @@ Run run_reference(const Call& call) {
 
 // Where the numbers come from:
 //   f32   The arithmetic's own rounding: a plain FP32 chunk form loses 1e-6 to 5e-6 on o and the direct gradients, and
-//         the paths through sums over features and tokens (gates, strengths) a few times that. The bounds leave a factor
-//         of about four.
+//         the paths through sums over features and tokens (gates, strengths) a few times that. The bounds leave a
+//         factor of about four.
 //   16-bit storage   The numerical contract: 0.8% and, for the paths through the gates and strengths, 2%. It holds for
 //         outputs that are themselves stored in 16 bits. States and gate gradients stay FP32 and FP32's bound.
 //   Keys that repeat or are not normalised grow errors with the condition of (I + L), which the reference shares: x20.

@@ -12,9 +12,9 @@ namespace rewy::tool {
 struct RunOptions {
   Backend backend = Backend::kAutomatic;
   int threads = 0;
-  bool forward = true;             ///< false: only the backward, from nothing saved
+  bool forward = true;  ///< false: only the backward, from nothing saved
   bool backward = true;
-  bool saved = true;               ///< hand what the forward saved to the backward
+  bool saved = true;                       ///< hand what the forward saved to the backward
   unsigned char poison = Buffer::kPoison;  ///< what outputs, saved bytes and workspace hold before
 };
 
@@ -55,8 +55,8 @@ struct Comparison {
   double largest = 0;   ///< absolute error of the worst element
   Tolerance allowed;
   bool passed = false;
-  std::string worst;    ///< "1.25 against 1.5 at [0, 3, 1, 17]"; empty for a tensor without elements
-  std::string reason;   ///< empty if passed
+  std::string worst;   ///< "1.25 against 1.5 at [0, 3, 1, 17]"; empty for a tensor without elements
+  std::string reason;  ///< empty if passed
 
   /// Error over what is allowed.
   double used() const { return allowed.relative > 0 ? relative / allowed.relative : 0; }
@@ -68,13 +68,13 @@ std::vector<Comparison> compare(const Run& actual, const Run& expected, Keys key
 
 /// One row of `rewy check`.
 struct CheckResult {
-  std::string text;   ///< what repeats it: the arguments of `rewy check`
+  std::string text;  ///< what repeats it: the arguments of `rewy check`
   bool passed = false;
   std::string backend;
   std::string worst_output;
-  double worst_error = 0;    ///< relative, of the output nearest to its tolerance
+  double worst_error = 0;  ///< relative, of the output nearest to its tolerance
   double worst_allowed = 0;
-  std::string detail;        ///< worst element, or why it failed
+  std::string detail;  ///< worst element, or why it failed
   double seconds = 0;
   std::vector<Comparison> comparisons;
 };

@@ -166,8 +166,8 @@ void fill(const TensorView& view, double value) {
 TensorView slice(TensorView view, int axis, std::int64_t begin, std::int64_t count) {
   if (!view.given()) return view;
   const auto a = static_cast<std::size_t>(axis);
-  view.data = static_cast<std::byte*>(view.data) +
-              begin * view.strides[a] * static_cast<std::int64_t>(size_of(view.dtype));
+  view.data =
+      static_cast<std::byte*>(view.data) + begin * view.strides[a] * static_cast<std::int64_t>(size_of(view.dtype));
   view.shape[a] = count;
   return view;
 }

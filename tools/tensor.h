@@ -80,11 +80,11 @@ void for_each(const TensorView& view, Fn&& fn) {
   }
 }
 
-std::vector<double> values(const TensorView&);                ///< row-major
-Tensor converted(const TensorView&, DType);                   ///< a dense copy
-void fill(const TensorView&, double value);                   ///< every element
+std::vector<double> values(const TensorView&);  ///< row-major
+Tensor converted(const TensorView&, DType);     ///< a dense copy
+void fill(const TensorView&, double value);     ///< every element
 TensorView slice(TensorView, int axis, std::int64_t begin, std::int64_t count);
-std::string index_text(const Index&, int rank);               ///< "[0, 3, 1, 17]"
+std::string index_text(const Index&, int rank);  ///< "[0, 3, 1, 17]"
 
 /// Where two views of equal shape and type first differ in bits; nothing if they do not. Zeros of either sign are the
 /// same value and compare equal: adding a masked product to an empty sum may give either.

@@ -1,0 +1,39 @@
+// The whole case list on the CPU backend; what `rewy check` runs.
+#include <gtest/gtest.h>
+
+#include "console.h"
+#include "run_case.h"
+
+namespace rewy::tool {
+namespace {
+
+std::vector<std::string> list(const char* name) {
+  return case_lines(read_text(std::string(REWY_CASES "/") + name));
+}
+
+TEST(CaseList, AgreesWithTheReference) {
+  for (const std::string& line : list("cpu.txt")) {
+    const CheckResult r = check_case(line, {.backend = Backend::kCpu});
+    EXPECT_TRUE(r.passed) << r.worst_output << " " << r.worst_error << " of " << r.worst_allowed << ", " << r.detail
+                          << "\nrepeat: rewy check " << r.text;
+  }
+}
+
+TEST(CaseList, LinesAreDistinctAndFormatBack) {
+  std::vector<std::string> seen;
+  for (const std::string& line : list("cpu.txt")) {
+    const Case c = parse_case(line);
+    EXPECT_EQ(parse_case(format_case(c)), c) << line;
+    seen.push_back(format_case(c));
+  }
+  std::sort(seen.begin(), seen.end());
+  const auto twice = std::adjacent_find(seen.begin(), seen.end());
+  EXPECT_EQ(twice, seen.end()) << *twice;
+}
+
+TEST(CaseList, BenchProblemsRead) {
+  for (const std::string& line : list("bench.txt")) EXPECT_NO_THROW(parse_case(line)) << line;
+}
+
+}  // namespace
+}  // namespace rewy::tool

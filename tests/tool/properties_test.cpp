@@ -1,0 +1,28 @@
+#include "properties.h"
+
+#include <gtest/gtest.h>
+
+namespace rewy::tool {
+namespace {
+
+class Properties : public testing::TestWithParam<std::string> {};
+
+TEST_P(Properties, HoldOnTheCpu) {
+  const CheckResult r = check_property(GetParam(), Backend::kCpu);
+  EXPECT_TRUE(r.passed) << r.text << ": " << r.detail;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Properties, testing::ValuesIn(property_lines()), [](const auto& info) {
+  std::string name;
+  for (const char c : info.param) name += std::isalnum(static_cast<unsigned char>(c)) != 0 ? c : '_';
+  return name;
+});
+
+TEST(PropertyLine, RefusesUnknownNames) {
+  EXPECT_THROW(check_property("property=beauty op=kda", Backend::kCpu), Error);
+  EXPECT_THROW(check_property("property=reset op=deltanet", Backend::kCpu), Error);
+  EXPECT_THROW(check_property("property=reset T=5", Backend::kCpu), Error);
+}
+
+}  // namespace
+}  // namespace rewy::tool
