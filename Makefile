@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS ?= $(shell nproc)
 
 PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
-BENCH_PACKAGES = libbenchmark-dev libopenblas-dev
+BENCH_PACKAGES = libbenchmark-dev libopenblas-dev python3
 SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h'
 # Tests that use threads take turns on the cores instead of spinning on them.
 CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
@@ -41,7 +41,7 @@ bench-build:
 	cmake --build build -j $(JOBS)
 
 bench-cpu: bench-build
-	bench/run_cpu.sh
+	bench/run_cpu.py --build build
 
 # The version of clang-format that Debian 12 has: another one breaks lines elsewhere.
 format:
