@@ -1,0 +1,18 @@
+# The first C++ excerpt of DOCUMENT stands, to the letter, in SOURCE.
+# cmake -DDOCUMENT=README.md -DSOURCE=example.cpp -P check_excerpt.cmake
+file(READ ${DOCUMENT} document)
+file(READ ${SOURCE} source)
+set(fence "```cpp\n")
+string(FIND "${document}" "${fence}" begin)
+if(begin EQUAL -1)
+  message(FATAL_ERROR "${DOCUMENT} has no C++ excerpt")
+endif()
+string(LENGTH "${fence}" skip)
+math(EXPR begin "${begin} + ${skip}")
+string(SUBSTRING "${document}" ${begin} -1 document)
+string(FIND "${document}" "```" end)
+string(SUBSTRING "${document}" 0 ${end} excerpt)
+string(FIND "${source}" "${excerpt}" found)
+if(excerpt STREQUAL "" OR found EQUAL -1)
+  message(FATAL_ERROR "The excerpt in ${DOCUMENT} is not in ${SOURCE}:\n${excerpt}")
+endif()
