@@ -89,7 +89,7 @@ def measure(build, quick):
         mild = bench(build, f"op={op} T=600 H=2 K=128 V=128 dtype=f32 gate=mild dht=0", "both", 2, 4 * repeats)
         out["layers"].append({"op": op, "trained_s": layer["forward_s"] + layer["backward_s"],
                               "mild_s": mild["median_s"],
-                              "pairs": (layer["forward_work"]["pairwise"] + layer["backward_work"]["pairwise"])
+                              "pairs": (layer["forward_work"]["pairwise_exponentials"] + layer["backward_work"]["pairwise_exponentials"])
                               / layer["forward_work"]["chunks"]})
     return out
 
