@@ -146,7 +146,7 @@ void prepare_chunk(const Plan& plan, int64_t chunk, int64_t head, Arena scratch,
   load_keys(plan, c, head, t.beta, t.k, t.e);
   const Gates gates = load_gates(plan, c, head, t.g);
   if (plan.make_a || plan.make_cq) {
-    load_queries(plan, c, head / plan.group(), t.q);
+    if (plan.make_cq) load_queries(plan, c, head / plan.group(), t.q);
     interaction_matrices(gates, plan.p.variant.intra, t.q, t.e, t.k, plan.p.K, l, cq, t.t, work);
     if (plan.make_a) invert_unit_lower(l, c.n, a);
   }

@@ -100,7 +100,7 @@ TEST_F(Cli, GradWritesWhatTheLibraryComputes) {
     Data data = make_data(c);
     for (Tensor* t : {&data.q, &data.k, &data.v, &data.d_o, &data.beta}) *t = converted(t->view, DType::kF32);
     data.problem.dtype = DType::kF32;
-    const Run expected = run(data.call());
+    const tool::Run expected = run(data.call());
     EXPECT_EQ(file.tensors().size(), expected.outputs.size());
     for (const Output& output : expected.outputs) {
       const SafetensorsTensor* t = file.find(output.name);

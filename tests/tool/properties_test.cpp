@@ -12,9 +12,9 @@ TEST_P(Properties, HoldOnTheCpu) {
   EXPECT_TRUE(r.passed) << r.text << ": " << r.detail;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Properties, testing::ValuesIn(property_lines()), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(All, Properties, testing::ValuesIn(property_lines()), [](const auto& line) {
   std::string name;
-  for (const char c : info.param) name += std::isalnum(static_cast<unsigned char>(c)) != 0 ? c : '_';
+  for (const char c : line.param) name += std::isalnum(static_cast<unsigned char>(c)) != 0 ? c : '_';
   return name;
 });
 
