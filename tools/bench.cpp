@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <memory>
 
 #include "commands.h"
@@ -31,7 +32,8 @@ struct Timing {
 };
 
 /// A forward that saves and a backward that uses it, as in training; `direction` says which of them counts.
-Timing time_problem(const std::string& text, const Options& o, const std::string& direction) {
+Timing time_problem(const std::string& text, const Options& o, const std::string& direction,
+                    const std::function<void()>& tick) {
   const Case c = parse_case(text);
   const Data data = make_data(c);
   const Call call = data.call();
@@ -42,6 +44,7 @@ Timing time_problem(const std::string& text, const Options& o, const std::string
   t.text = format_case(c);
   t.direction = direction;
   for (int i = -1; i < o.repeats; ++i) {  // the first is the warm-up
+    tick();
     const Run r = run(call, options);
     t.backend = r.backend;
     t.work = r.backward_work;
@@ -68,12 +71,12 @@ void bench(const Options& o, const std::string& command) {
   std::printf("%-5s %-10s %11s %9s %9s %9s %11s  %s\n", "dir", "backend", "median ms", "min", "max", "GFLOP/s",
               "workspace", "problem");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  Progress progress(lines.size() * directions.size());
+  const std::size_t runs = static_cast<std::size_t>(o.repeats) + 1;
+  Progress progress(lines.size() * directions.size() * runs);
   std::size_t done = 0;
   for (const std::string& line : lines) {
     for (const std::string& direction : directions) {
-      progress.at(done++, line);
-      const Timing t = time_problem(line, o, direction);
+      const Timing t = time_problem(line, o, direction, [&] { progress.at(done++, line); });
       progress.clear();
       std::printf("%-5s %-10s %11.3f %9.3f %9.3f %9.1f %11s  %s\n", direction.c_str(), t.backend.c_str(),
                   median(t.seconds) * 1e3, t.seconds.front() * 1e3, t.seconds.back() * 1e3, t.rate() * 1e-9,

@@ -48,10 +48,12 @@ std::string Table::text(const std::string& indent) const {
   return out;
 }
 
-Progress::Progress(std::size_t total) : total_(total), terminal_(isatty(STDERR_FILENO) == 1) {}
+Progress::Progress(std::size_t total, bool long_work)
+    : total_(total), terminal_(isatty(STDERR_FILENO) == 1), at_once_(long_work) {}
 
 void Progress::at(std::size_t done, const std::string& what) {
-  if (!terminal_ || std::chrono::steady_clock::now() - start_ < std::chrono::seconds(1)) return;
+  const auto elapsed = std::chrono::steady_clock::now() - start_;
+  if (!terminal_ || (!at_once_ && elapsed < std::chrono::seconds(1))) return;
   constexpr std::size_t kWidth = 24;
   constexpr std::size_t kText = 60;
   const std::size_t filled = total_ == 0 ? kWidth : kWidth * done / total_;

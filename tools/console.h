@@ -20,10 +20,11 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-/// A bar on standard error while it is a terminal and the work has taken a second; otherwise nothing.
+/// A bar on standard error while it is a terminal and the work has taken a second, or is known to (`long_work`);
+/// otherwise nothing.
 class Progress {
  public:
-  explicit Progress(std::size_t total);
+  explicit Progress(std::size_t total, bool long_work = false);
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -35,6 +36,7 @@ class Progress {
   std::size_t total_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   bool terminal_;
+  bool at_once_;
   bool shown_ = false;
 };
 

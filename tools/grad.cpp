@@ -235,7 +235,10 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
   bool passed = true;
   std::vector<Comparison> errors;
   if (o.verify) {
-    Progress progress(1);
+    // The reference takes about a second for 1e8 state elements updated.
+    constexpr double kSlow = 1e8;
+    const double updates = static_cast<double>(p.B * p.T * p.HV) * static_cast<double>(p.K * p.V);
+    Progress progress(1, updates > kSlow);
     progress.at(0, "verifying " + path);
     errors = compare(result, run_reference(layer.data.call()));
     progress.clear();
