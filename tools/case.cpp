@@ -44,11 +44,12 @@ std::string alternatives(const std::array<std::string_view, N>& words) {
 }
 
 template <class Enum, std::size_t N>
-Enum parse_word(const std::string& key, std::string_view text, const std::array<std::string_view, N>& words) {
+Enum parse_word(const std::string& key, std::string_view text, const std::array<std::string_view, N>& words,
+                const std::string& allowed) {
   for (std::size_t i = 0; i < N; ++i) {
     if (words[i] == text) return static_cast<Enum>(i);
   }
-  refuse(key, alternatives(words), text);
+  refuse(key, allowed, text);
 }
 
 template <class Parse>
@@ -175,7 +176,10 @@ const std::vector<Key>& keys() {
       flag_key("dht", &Case::d_final_state),
       word_key<StateLayout>(
           "layout", [](Case& c) -> StateLayout& { return c.problem.state_layout; }, parse_state_layout),
-      {"keys", [](Case& c, const std::string& text) { c.keys = parse_word<Keys>("keys", text, kKeysWords); },
+      {"keys",
+       [](Case& c, const std::string& text) {
+         c.keys = parse_word<Keys>("keys", text, kKeysWords, alternatives(kKeysWords));
+       },
        [](const Case& c) { return std::string(kKeysWords[static_cast<std::size_t>(c.keys)]); }},
       {"beta",
        [](Case& c, const std::string& text) {
@@ -189,14 +193,14 @@ const std::vector<Key>& keys() {
        [](const Case& c) { return c.beta; }},
       {"gate",
        [](Case& c, const std::string& text) {
-         const std::string allowed = alternatives(kGateWords) + " (const:-20)";
+         const std::string allowed = alternatives(kGateWords) + ", where const reads const:-20";
          c.gate_constant = 0;
          if (text.starts_with("const:")) {
            c.gate = GateKind::kConstant;
            c.gate_constant = parse_number<double>("gate", std::string_view(text).substr(6), allowed.c_str());
            return;
          }
-         c.gate = parse_word<GateKind>("gate", text, kGateWords);
+         c.gate = parse_word<GateKind>("gate", text, kGateWords, allowed);
          if (c.gate == GateKind::kConstant) refuse("gate", allowed, text);
        },
        [](const Case& c) {
@@ -205,7 +209,9 @@ const std::vector<Key>& keys() {
          return text;
        }},
       {"strides",
-       [](Case& c, const std::string& text) { c.strides = parse_word<Placement>("strides", text, kStridesWords); },
+       [](Case& c, const std::string& text) {
+         c.strides = parse_word<Placement>("strides", text, kStridesWords, alternatives(kStridesWords));
+       },
        [](const Case& c) { return std::string(kStridesWords[static_cast<std::size_t>(c.strides)]); }},
       {"scale",
        [](Case& c, const std::string& text) { c.problem.scale = parse_number<double>("scale", text, "a number"); },

@@ -168,7 +168,8 @@ Comparison compare(const std::string& output, const TensorView& actual, const Te
     const double y = reference[static_cast<std::size_t>(i)];
     const auto describe = [&] {
       char text[96];
-      std::snprintf(text, sizeof text, "%.6g against %.6g at ", x, y);
+      // Without the sign of a NaN, which means nothing.
+      std::snprintf(text, sizeof text, "%.6g against %.6g at ", std::isnan(x) ? NAN : x, std::isnan(y) ? NAN : y);
       return text + index_text(index, actual.rank);
     };
     // What the reference would be in this storage: a value beyond FP16 is infinite there.
