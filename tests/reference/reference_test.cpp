@@ -342,7 +342,7 @@ Case batch_case(Operator op) {
 
 class EveryOperator : public testing::TestWithParam<Operator> {};
 INSTANTIATE_TEST_SUITE_P(Reference, EveryOperator, testing::ValuesIn(kOperators),
-                         [](const auto& info) { return std::string(name(info.param)); });
+                         [](const auto& test) { return std::string(name(test.param)); });
 
 // ---- derivatives ---------------------------------------------------------------------------------------------------
 
