@@ -56,7 +56,7 @@ std::vector<std::pair<std::uint64_t, std::int64_t>> moving_axes(const TensorView
 class Checker {
  public:
   Checker(const Problem& p, Direction direction, const Execution& execution)
-      : p_(p), operation_(operation(p, direction)), device_(execution.device) {}
+      : operation_(operation(p, direction)), device_(execution.device) {}
 
   [[noreturn]] void refuse(const std::string& argument, const std::string& expected, const std::string& actual) const {
     throw Error(operation_, argument, expected, actual);
@@ -155,7 +155,6 @@ class Checker {
                        first + static_cast<std::uintptr_t>((last + 1) * size), dense, output});
   }
 
-  const Problem& p_;
   std::string operation_;
   Device device_;
   std::vector<Range> ranges_;
