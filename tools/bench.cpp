@@ -116,7 +116,7 @@ void add_bench(CLI::App& app, int&) {
       ->check(CLI::IsMember({"fwd", "bwd", "both", "all"}))
       ->capture_default_str();
   command->add_option("--repeats", o->repeats, "Observations after one warm-up")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
   command->add_flag("--work", o->work, "Print products and operations by stage, a chunk and head");
   command->add_option("--json", o->json, "Write the results to this file");

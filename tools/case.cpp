@@ -198,6 +198,7 @@ const std::vector<Key>& keys() {
          if (text.starts_with("const:")) {
            c.gate = GateKind::kConstant;
            c.gate_constant = parse_number<double>("gate", std::string_view(text).substr(6), allowed.c_str());
+           if (std::isnan(c.gate_constant)) refuse("gate", allowed, text);  // NaN would compare equal to anything
            return;
          }
          c.gate = parse_word<GateKind>("gate", text, kGateWords, allowed);
@@ -350,7 +351,7 @@ Tensor make_rows(const Case& c, std::uint64_t stream, bool repeat) {
         row[j] = gaussian(stream, static_cast<std::uint64_t>(first) + j);
         sum += row[j] * row[j];
       }
-      const double norm = c.keys == Keys::kRaw ? 1 : std::sqrt(sum);
+      const double norm = c.keys == Keys::kRaw || sum == 0 ? 1 : std::sqrt(sum);  // one feature can be exactly 0
       for (double& x : row) x /= norm;
     }
     store_element(at, p.dtype, row[k]);

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@ void add_info(CLI::App&, int& status);
 
 /// "rewy bench --file list.txt": what was typed, for JSON reports.
 std::string command_line();
+/// What went wrong, for a line on stderr: what() says nothing of use where memory ran out.
+std::string reason_of(const std::exception&);
 
 /// Options several commands share.
 struct DeviceOptions {

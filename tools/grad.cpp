@@ -304,7 +304,7 @@ int grad(const Options& o, const std::string& command) {
     } catch (const Error& e) {
       reason = path + ": " + refusal_text(e);
     } catch (const std::exception& e) {
-      reason = path + ": " + e.what();
+      reason = path + ": " + reason_of(e);
     }
     if (!reason.empty()) {
       std::fflush(stdout);
@@ -345,7 +345,7 @@ void add_grad(CLI::App& app, int& status) {
       ->capture_default_str();
   command->add_flag("--verify", o->verify, "Compare every output with the FP64 reference; exit status 1 if one is off");
   command->add_option("--repeats", o->repeats, "Run so often and give the median times; the first run is the warm-up")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
   command->add_option("--json", o->json, "Write what was printed to this file");
   o->device.add(*command);

@@ -1,6 +1,8 @@
 // rewy: gradients of delta-rule attention from files, and the checks and timings of this library.
 #include <cstdio>
 #include <exception>
+#include <new>
+#include <stdexcept>
 
 #include "commands.h"
 #include "rewy/version.h"
@@ -20,7 +22,14 @@ void DeviceOptions::add(CLI::App& app) {
   app.add_option("--device", device, "auto, cpu or reference")
       ->check(CLI::IsMember({"auto", "cpu", "reference"}))
       ->capture_default_str();
-  app.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  app.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::Range(0, 4096))->capture_default_str();
+}
+
+std::string reason_of(const std::exception& e) {
+  if (dynamic_cast<const std::bad_alloc*>(&e) != nullptr || dynamic_cast<const std::length_error*>(&e) != nullptr) {
+    return "this machine has not the memory that the problem needs";
+  }
+  return e.what();
 }
 
 std::string joined(const std::vector<std::string>& words) {
@@ -50,7 +59,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "rewy: %s\n", e.what());
     return kBadInput;
   } catch (const std::exception& e) {
-    std::fprintf(stderr, "rewy: %s\n", e.what());
+    std::fprintf(stderr, "rewy: %s\n", reason_of(e).c_str());
     return kBadInput;
   }
   return status;

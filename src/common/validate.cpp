@@ -117,7 +117,11 @@ class Checker {
       for (const Range& b : ranges_) {
         if (&a == &b) continue;
         const bool overlap = a.low < b.high && b.low < a.high;
-        if (overlap && ((a.dense && b.dense) || a.first == b.first)) {
+        // The first element of one inside the other's unbroken memory is shared for certain.
+        const auto holds = [](const Range& whole, const Range& other) {
+          return whole.dense && whole.low <= other.first && other.first < whole.high;
+        };
+        if (overlap && ((a.dense && b.dense) || a.first == b.first || holds(a, b) || holds(b, a))) {
           refuse(a.argument, "memory of its own", "memory shared with '" + b.argument + "'");
         }
       }
@@ -306,7 +310,11 @@ void validate(const Problem& p, Direction direction, const Execution& execution)
   if (execution.device.kind == DeviceKind::kCpu && execution.stream != nullptr) {
     check.refuse("stream", "none on the cpu", "one");
   }
-  if (execution.threads < 0) check.refuse("threads", "at least 0", std::to_string(execution.threads));
+  // Each thread has scratch of its own in the workspace: a bound keeps the sum of bytes from overflowing.
+  constexpr int kMostThreads = 4096;
+  if (execution.threads < 0 || execution.threads > kMostThreads) {
+    check.refuse("threads", "0 to " + std::to_string(kMostThreads), std::to_string(execution.threads));
+  }
 }
 
 void validate(const Problem& p, const ForwardArgs& args, const Execution& execution, const Bytes& bytes) {

@@ -8,6 +8,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "common/arena.h"
@@ -21,12 +22,13 @@ namespace {
 using namespace cpu;
 
 /// Results under the normal range become 0 while it lives: decays reach it all the time, and such numbers cost a
-/// hundred cycles each on some processors.
+/// hundred cycles each on some processors. It sets the whole floating-point state: with a rounding mode or traps of its
+/// own, the caller's thread would differ from the others.
 class FlushSubnormals {
  public:
 #if HWY_ARCH_X86
   FlushSubnormals() : saved_(_mm_getcsr()) {
-    _mm_setcsr(saved_ | 0x8040u);
+    _mm_setcsr(0x9fc0u);
   }
   ~FlushSubnormals() {
     _mm_setcsr(saved_);
@@ -37,7 +39,7 @@ class FlushSubnormals {
 #elif HWY_ARCH_ARM_A64
   FlushSubnormals() {
     asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ | (1ull << 24)));
+    asm volatile("msr fpcr, %0" : : "r"(1ull << 24));
   }
   ~FlushSubnormals() {
     asm volatile("msr fpcr, %0" : : "r"(saved_));
@@ -333,6 +335,7 @@ std::string declines_cpu(const Problem& p, Direction, const Execution& execution
   if (execution.device.kind != DeviceKind::kCpu) return "device is not the CPU";
   if (p.dtype == DType::kF64 || p.strength_dtype == DType::kF64)
     return "dtype f64 is the reference's (this one computes in FP32)";
+  if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";
   return {};
 }
 

@@ -150,8 +150,10 @@ class AnchoredSplit {
         const auto inside = hn::And(hn::Ge(prefix, below), hn::Le(prefix, limit));
         past = hn::Or(past, hn::Not(inside));
         if (every_row_) past = hn::Eq(one, one);
-        hn::StoreU(hn::IfThenZeroElse(past, exp_of(prefix)), d, receive_.row(i - first) + k);
-        hn::StoreU(hn::IfThenElse(past, zero, exp_of(hn::Neg(prefix))), d, send_.row(i) + k);
+        // Masked first: nothing past the limit is ever exponentiated.
+        const FloatVec kept = hn::IfThenZeroElse(past, prefix);
+        hn::StoreU(hn::IfThenZeroElse(past, exp_of(kept)), d, receive_.row(i - first) + k);
+        hn::StoreU(hn::IfThenZeroElse(past, exp_of(hn::Neg(kept))), d, send_.row(i) + k);
         hn::StoreU(hn::IfThenElseZero(past, one), d, past_.row(i - first) + k);
         if (i < end && !hn::AllFalse(d, past)) any_past_ = true;
       }
@@ -282,21 +284,26 @@ inline void interaction_gradients(const Gates& gates, Intra intra, Tile hq, Tile
     const bool count = block == 0;
     split.begin_block(block);
     multiply(k_rows, split.send(), senders, gates.columns, t.operand);
-    const GemmShape receive_shape{kBlock, width, senders};
+    // Earlier blocks whole, the block itself as a triangle: what a row does not depend on is never read, be it NaN.
     const auto receive = [&](Tile matrix, Tile out) HWY_ATTR {
-      gemm(plain(matrix.from(first)), Triangle::kFull, t.operand, t.received, receive_shape, Store::kSet,
+      gemm(plain(matrix.from(first)), Triangle::kFull, t.operand, t.received, {kBlock, width, first}, Store::kSet,
            {&work.interact, count});
+      gemm(plain(matrix.from(first, first)), Triangle::kLower, t.operand.from(first), t.received,
+           {kBlock, width, kBlock}, Store::kAdd, {&work.interact, false});
       multiply(t.received, split.receive(), kBlock, gates.columns, out.from(first));
     };
     receive(hq, query_received);
     receive(dmat, erase_received);
     multiply(q.from(first), split.receive(), kBlock, gates.columns, t.query);
     multiply(e.from(first), split.receive(), kBlock, gates.columns, t.erase);
-    const GemmShape send_shape{senders, width, kBlock};
-    gemm(transposed(hq.from(first)), Triangle::kFull, t.query, t.operand, send_shape, Store::kSet,
-         {&work.interact, count});
-    gemm(transposed(dmat.from(first)), Triangle::kFull, t.erase, t.operand, send_shape, Store::kAdd,
-         {&work.interact, count});
+    const auto send = [&](Tile matrix, Tile scaled, Store store) HWY_ATTR {
+      gemm(transposed(matrix.from(first)), Triangle::kFull, scaled, t.operand, {first, width, kBlock}, store,
+           {&work.interact, count});
+      gemm(transposed(matrix.from(first, first)), Triangle::kUpper, scaled, t.operand.from(first),
+           {kBlock, width, kBlock}, store, {&work.interact, false});
+    };
+    send(hq, t.query, Store::kSet);
+    send(dmat, t.erase, Store::kAdd);
     for (int64_t j = 0; j < senders; ++j) {
       for (int64_t k = 0; k < gates.columns; k += lane_count()) {
         const FloatVec sum = hn::MulAdd(hn::LoadU(d, t.operand.row(j) + k), hn::LoadU(d, split.send().row(j) + k),

@@ -203,7 +203,8 @@ TEST(Validate, TypesOfTheProblem) {
 TEST(Validate, Execution) {
   expect_all(Operator::kKda, kBoth,
              {
-                 {[](Call& c) { c.execution.threads = -2; }, "threads", "at least 0", "-2"},
+                 {[](Call& c) { c.execution.threads = -2; }, "threads", "0 to 4096", "-2"},
+                 {[](Call& c) { c.execution.threads = 4097; }, "threads", "0 to 4096", "4097"},
                  {[](Call& c) { c.execution.stream = &c; }, "stream", "none on the cpu", "one"},
                  {[](Call& c) { c.execution.backend = static_cast<Backend>(9); }, "backend", "a value of its enum",
                   "another one"},
