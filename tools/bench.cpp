@@ -10,6 +10,7 @@
 #include "cpu/stages.h"
 #include "report.h"
 #include "run_case.h"
+#include "safetensors.h"
 
 namespace rewy::tool {
 namespace {
@@ -61,6 +62,7 @@ void bench(const Options& o, const std::string& command) {
   std::vector<std::string> lines;
   if (!o.file.empty()) lines = case_lines(read_text(o.file));
   if (!o.problem.empty()) lines.push_back(joined(o.problem));
+  if (lines.empty() && !o.file.empty()) throw FileError(o.file, "no problems in it");
   if (lines.empty()) throw Error("bench", "problem", "a problem as text, or --file", "none");
   for (const std::string& line : lines) parse_case(line);
   const std::vector<std::string> directions =

@@ -113,15 +113,8 @@ std::string read_text(const std::string& path) {
 }
 
 void write_text(const std::string& path, const std::string& text) {
-  const std::string temporary = path + ".tmp" + std::to_string(getpid());
-  std::ofstream file(temporary, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
-    const int error = errno;
-    std::remove(temporary.c_str());
-    throw FileError(path, std::strerror(error));
-  }
+  const std::string_view whole[] = {text};
+  replace_file(path, whole);
 }
 
 }  // namespace rewy::tool

@@ -590,9 +590,7 @@ SafetensorsLayout safetensors_layout(std::span<const TensorToWrite> tensors,
   return layout;
 }
 
-void write_safetensors(const std::string& path, std::span<const TensorToWrite> tensors,
-                       const std::map<std::string, std::string>& metadata) {
-  const SafetensorsLayout layout = safetensors_layout(tensors, metadata, path);
+void replace_file(const std::string& path, std::span<const std::string_view> parts) {
   const std::string target = resolved(path);
   // rename() would replace a device or a pipe by a file.
   struct stat info {};
@@ -602,15 +600,21 @@ void write_safetensors(const std::string& path, std::span<const TensorToWrite> t
   TemporaryFile file(target, 0666);
   // A replaced file keeps its permissions; where that is not allowed the new one has the usual ones.
   if (replaces && ::fchmod(file.get(), info.st_mode & 0777) != 0) errno = 0;
-  write_exactly(file.get(), layout.head, path);
+  for (const std::string_view part : parts) write_exactly(file.get(), part, path);
+  file.commit();
+}
+
+void write_safetensors(const std::string& path, std::span<const TensorToWrite> tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  const SafetensorsLayout layout = safetensors_layout(tensors, metadata, path);
+  std::vector<std::string_view> parts{layout.head};
   for (const std::size_t i : layout.order) {
     const TensorToWrite& t = tensors[i];
     if (is_empty(t.shape)) continue;
-    const auto bytes =
-        static_cast<std::size_t>(*checked_bits(t.shape, 8 * static_cast<std::int64_t>(size_of(t.dtype))) / 8);
-    write_exactly(file.get(), {static_cast<const char*>(t.data), bytes}, path);
+    const auto bits = *checked_bits(t.shape, 8 * static_cast<std::int64_t>(size_of(t.dtype)));
+    parts.emplace_back(static_cast<const char*>(t.data), static_cast<std::size_t>(bits / 8));
   }
-  file.commit();
+  replace_file(path, parts);
 }
 
 }  // namespace rewy::tool

@@ -88,8 +88,12 @@ SafetensorsLayout safetensors_layout(std::span<const TensorToWrite> tensors,
                                      const std::map<std::string, std::string>& metadata,
                                      const std::string& path = "<memory>");
 
-/// Writes a temporary file next to `path`, syncs it and renames it: `path` holds the old bytes or all of the new ones.
-/// The temporary is removed on failure. Refuses a `path` that is there and is not a regular file.
+/// Writes the parts, one after the other, to a temporary file next to `path`, syncs it and renames it: `path` holds the
+/// old bytes or all of the new ones. The temporary is removed on failure. Links are followed. Refuses a `path` that is
+/// there and is not a regular file.
+void replace_file(const std::string& path, std::span<const std::string_view> parts);
+
+/// Writes a safetensors file as replace_file() does.
 void write_safetensors(const std::string& path, std::span<const TensorToWrite> tensors,
                        const std::map<std::string, std::string>& metadata = {});
 

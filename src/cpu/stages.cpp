@@ -191,7 +191,7 @@ void load_scan_keys(const Plan& plan, const Chunk& c, int64_t head, const ScanTi
 
 void pullback_chunk(const Plan& plan, int64_t chunk, int64_t query_head, Arena scratch, Work& work);
 
-/// Chunk by chunk  R = A (Z - E S),  O = Qg S + Cq R,  S <- diag(lambda) S + F^T R.
+/// Chunk by chunk  R = A (Z - E S),  O = Qg S + Cq R,  S <- diag(lambda) S + F^T R  (docs/math.md, 2).
 void scan_forward(const Plan& plan, int64_t sequence, int64_t head, Slice slice, Arena scratch, Work& total) {
   const Problem& p = plan.p;
   const Sizes& size = plan.size;
@@ -240,8 +240,8 @@ void scan_forward(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
   total += work;
 }
 
-/// From the last chunk back  dR = Cq^T dO + F dS+,  P = A^T dR,  dS = diag(lambda) dS+ + Qg^T dO - E^T P.
-/// The expanded graph keeps dR and subtracts W^T dR.
+/// From the last chunk back  dR = Cq^T dO + F dS+,  P = A^T dR,  dS = diag(lambda) dS+ + Qg^T dO - E^T P
+/// (docs/math.md, 3). /// The expanded graph keeps dR and subtracts W^T dR.
 void scan_reverse(const Plan& plan, int64_t sequence, int64_t head, Slice slice, Arena scratch, Work& total) {
   const Problem& p = plan.p;
   const Sizes& size = plan.size;
@@ -320,7 +320,7 @@ struct PullbackTiles {
 };
 
 /// The scalar gate's share of L through the matrix K K^T: with J_ij = D_ij ratio_ij <k_i, k_j>, the erase part of
-/// dbeta_i is sum_j J_ij and that of dG_i is beta_i sum_j J_ij - sum_j beta_j J_ji (docs/math.md, 4).
+/// dbeta_i is sum_j J_ij and that of dG_i is beta_i sum_j J_ij - sum_j beta_j J_ji (docs/math.md, 4.5).
 void gram_sums(const Plan& plan, int64_t n, const PullbackTiles& t, Work& work) {
   const Tile gram = t.ex.product;
   transpose(t.k, round_up(n, kPad), plan.size.Kp, t.it.operand_t);
@@ -338,7 +338,7 @@ void gram_sums(const Plan& plan, int64_t n, const PullbackTiles& t, Work& work) 
 }
 
 /// dg_t = sum_{i >= t} dG_i + (decay of S) + sum_{j < t} F_j dF_j, each a sum of its own terms only; see
-/// docs/math.md, 4.
+/// docs/math.md, 4.2.
 void store_gate_gradient(const Plan& plan, const Chunk& c, int64_t head, const Gates& gates, const PullbackTiles& t) {
   const FloatTag d;
   const int64_t n = c.n;

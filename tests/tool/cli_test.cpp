@@ -1,5 +1,6 @@
 // The built binary, run as a user does.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <filesystem>
@@ -261,6 +262,28 @@ TEST_F(Cli, BenchTimesAndReports) {
     EXPECT_LE(problem["min_s"], problem["median_s"]);
   }
   EXPECT_EQ(rewy("bench").status, 2);
+}
+
+// A report is written like any output: a link is followed, and a pipe or device is never replaced by a file.
+TEST_F(Cli, ReportsFollowLinksAndLeavePipesAlone) {
+  const std::string file = layer("op=gdn T=20 H=1 K=8 V=8");
+  std::ofstream(at("real")) << "old";
+  fs::create_symlink(at("real"), at("link"));
+  ASSERT_EQ(rewy("grad " + file + " --json " + at("link")).status, 0);
+  EXPECT_TRUE(fs::is_symlink(at("link")));
+  EXPECT_TRUE(nlohmann::json::parse(read_text(at("real"))).contains("files"));
+  ASSERT_EQ(::mkfifo(at("pipe").c_str(), 0600), 0);
+  const Ran r = rewy("grad " + file + " --json " + at("pipe"));
+  EXPECT_EQ(r.status, 2);
+  EXPECT_NE(r.err.find("not a regular file"), std::string::npos) << r.err;
+  EXPECT_TRUE(fs::is_fifo(at("pipe")));
+}
+
+TEST_F(Cli, ProblemsBeyondThisMachineAreRefusedInWords) {
+  const Ran r = rewy("bench op=kda T=1000000000000");
+  EXPECT_EQ(r.status, 2);
+  EXPECT_NE(r.err.find("memory"), std::string::npos) << r.err;
+  EXPECT_EQ(rewy("info --threads 4097").status, 2);
 }
 
 TEST_F(Cli, ExplainAndInfoPrint) {
