@@ -135,9 +135,14 @@ def tables(r):
                      f"{row['trained_s'] / row['mild_s']:.2f} | {row['pairs']:.0f} |")
     if "transformers" in r:
         t = r["transformers"]
-        lines += ["", "### GDN forward + backward against PyTorch autograd, (1, 2048, 4), two threads", "",
-                  "`bench/compare_transformers.py`, through transformers' `torch_chunk_gated_delta_rule`:", "",
-                  "```json", json.dumps(t, indent=1), "```"]
+        versions = ", ".join(f"{k} {v}" for k, v in t["versions"].items())
+        lines += ["", "### GDN against PyTorch autograd, (1, 2048, 4), two threads", "",
+                  "Autograd through transformers' `torch_chunk_gated_delta_rule`, the two alternating; command: "
+                  f"`bench/compare_transformers.py --rewy build/rewy --json FILE` ({versions}).", "",
+                  "| | forward ms | backward ms | both ms |", "|---|---|---|---|"]
+        for side in ("autograd", "rewy"):
+            lines.append(f"| {side} | " + " | ".join(ms(t["median_s"][side][d]) for d in ("fwd", "bwd", "both")) + " |")
+        lines.append("| ratio | " + " | ".join(f"{t['ratio'][d]:.1f}x" for d in ("fwd", "bwd", "both")) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -154,6 +159,7 @@ def main():
     results = json.loads(pathlib.Path(a.json).read_text()) if a.render else measure(build, a.quick)
     if a.transformers:
         results["transformers"] = json.loads(pathlib.Path(a.transformers).read_text())
+        del results["transformers"]["observations_s"]
     text = tables(results)
     print(text)
     if a.json:
