@@ -221,6 +221,20 @@ Plan whole_heads(const Plan& plan) {
   return mine;
 }
 
+/// What the plans of both directions have in common; clears the counters and cuts the sequences into chunks.
+Plan start_plan(const Problem& p, Direction direction, const Inputs& in, const Workspace& w, int threads) {
+  std::fill_n(w.works, threads, Work{});
+  Plan plan(p);
+  plan.direction = direction;
+  plan.in = &in;
+  plan.keep = w.keep;
+  plan.make_w = plan.expanded();
+  plan.chunk_count = cut_into_chunks(p, in.cu_seqlens, w.sequences, w.chunks);
+  plan.sequences = w.sequences;
+  plan.chunks = w.chunks;
+  return plan;
+}
+
 void forward_cpu(const Problem& p, const ForwardArgs& args, const Execution& execution) {
   const int threads = thread_count(execution);
   const Stages stages = stages_for_this_cpu();
@@ -230,16 +244,8 @@ void forward_cpu(const Problem& p, const ForwardArgs& args, const Execution& exe
     Arena saved(args.saved);
     lay_out_saved(p, saved, w.keep);
   }
-  std::fill_n(w.works, threads, Work{});
-  Plan plan(p);
-  plan.direction = Direction::kForward;
-  plan.in = &args.in;
+  Plan plan = start_plan(p, Direction::kForward, args.in, w, threads);
   plan.fwd = &args;
-  plan.keep = w.keep;
-  plan.make_w = plan.expanded();
-  plan.chunk_count = cut_into_chunks(p, args.in.cu_seqlens, w.sequences, w.chunks);
-  plan.sequences = w.sequences;
-  plan.chunks = w.chunks;
 
   // A saved Cq has its place in `saved`, a passing one a slot of the thread.
   const bool cq_is_kept = !args.saved.empty() && p.policy == Policy::kSave;
@@ -271,19 +277,11 @@ void backward_cpu(const Problem& p, const BackwardArgs& args, const Execution& e
     Arena from(std::span(const_cast<std::byte*>(args.saved.data()), args.saved.size()));
     lay_out_saved(p, from, w.keep);
   }
-  std::fill_n(w.works, threads, Work{});
-  Plan plan(p);
-  plan.direction = Direction::kBackward;
-  plan.in = &args.in;
+  Plan plan = start_plan(p, Direction::kBackward, args.in, w, threads);
   plan.bwd = &args;
-  plan.keep = w.keep;
   plan.make_a = !saved;
   plan.make_cq = !(saved && p.policy == Policy::kSave);
-  plan.make_w = plan.expanded();
   const bool recompute = plan.make_cq;  // R and the states
-  plan.chunk_count = cut_into_chunks(p, args.in.cu_seqlens, w.sequences, w.chunks);
-  plan.sequences = w.sequences;
-  plan.chunks = w.chunks;
 
   const std::int64_t scans = p.sequences() * p.HV;
   if (takes_whole_heads(p, threads)) {
