@@ -1,4 +1,6 @@
-// Faults the CPU backend has had, each as a test of its kind.
+// Faults this field and the CPU backend have had, each as a test of its kind.
+#include <sys/mman.h>
+
 #include <cfenv>
 #include <cmath>
 #include <cstring>
@@ -77,6 +79,71 @@ TEST(CpuBackend, OutputsInsideTheWorkspaceAreRefused) {
   const TensorView o(memory + 64, DType::kF32, shape, strides);
   const TensorView beta(inputs, DType::kF32, {1, 4, 1});
   EXPECT_THROW(forward(p, {.in = {.q = in, .k = in, .v = in, .beta = beta}, .o = o}, execution), Error);
+}
+
+/// Address space of more than 2^31 floats, of which only the pages that are touched take memory.
+class FarMemory {
+ public:
+  static constexpr std::int64_t kStride = (std::int64_t{1} << 31) + 48;  // elements from one batch row to the next
+  FarMemory() {
+    void* at = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at != MAP_FAILED) data_ = static_cast<float*>(at);
+  }
+  ~FarMemory() {
+    if (data_ != nullptr) ::munmap(data_, kBytes);
+  }
+  FarMemory(const FarMemory&) = delete;
+  FarMemory& operator=(const FarMemory&) = delete;
+
+  /// The same shape, batch rows kStride apart.
+  TensorView spread(const TensorView& dense) const {
+    TensorView view = dense;
+    view.data = data_;
+    view.strides[0] = kStride;
+    const auto row = static_cast<std::size_t>(dense.elements() / dense.shape[0]);
+    for (std::int64_t b = 0; b < dense.shape[0]; ++b) {
+      std::memcpy(data_ + b * kStride, floats(dense) + b * dense.strides[0], row * sizeof(float));
+    }
+    return view;
+  }
+  bool ok() const { return data_ != nullptr; }
+
+ private:
+  static constexpr std::size_t kBytes = (static_cast<std::size_t>(kStride) + (1 << 20)) * sizeof(float);
+  float* data_ = nullptr;
+};
+
+TEST(CpuBackend, OffsetsBeyond31Bits) {
+  const Data data = make_data(parse_case("op=kda B=2 T=20 H=2 K=16 V=16"));
+  const auto want = run(data.call(), {.backend = Backend::kCpu, .threads = 1});
+  FarMemory q, k, v, g, beta, d_o, o;
+  for (const FarMemory* memory : {&q, &k, &v, &g, &beta, &d_o, &o}) ASSERT_TRUE(memory->ok());
+  Call call = data.call();
+  call.in.q = q.spread(call.in.q);
+  call.in.k = k.spread(call.in.k);
+  call.in.v = v.spread(call.in.v);
+  call.in.g = g.spread(call.in.g);
+  call.in.beta = beta.spread(call.in.beta);
+  call.d_o = d_o.spread(call.d_o);
+  const auto got = run(call, {.backend = Backend::kCpu, .threads = 1});
+  for (const Output& output : want.outputs) {
+    const TensorView& view = output.tensor.view;
+    const auto bytes = static_cast<std::size_t>(view.elements()) * sizeof(float);
+    EXPECT_EQ(std::memcmp(view.data, got[output.name].data, bytes), 0) << output.name;
+  }
+  // And an output written there.
+  const TensorView far = o.spread(want["o"]);
+  std::memset(far.data, 0xff, 20 * 2 * 16 * sizeof(float));
+  std::memset(floats(far) + FarMemory::kStride, 0xff, 20 * 2 * 16 * sizeof(float));
+  alignas(64) static std::byte memory[1 << 22];
+  const Execution execution{.threads = 1, .workspace = memory};
+  ASSERT_LE(workspace_bytes(call.problem, Direction::kForward, execution).workspace, sizeof(memory));
+  forward(call.problem, {.in = call.in, .o = far}, execution);
+  for (const std::int64_t b : {0, 1}) {
+    EXPECT_EQ(std::memcmp(floats(far) + b * FarMemory::kStride, floats(want["o"]) + b * 20 * 2 * 16,
+                          20 * 2 * 16 * sizeof(float)),
+              0);
+  }
 }
 
 TEST(CpuBackend, ScaleBeyondFp32GoesToTheReference) {
