@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS ?= $(shell nproc)
 
 PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
-BENCH_PACKAGES = libbenchmark-dev libopenblas-dev python3
+BENCH_PACKAGES = python3 libbenchmark-dev libopenblas-dev python3
 SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h'
 # Tests that use threads take turns on the cores instead of spinning on them.
 CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
