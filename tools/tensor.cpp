@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include <unistd.h>
+
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -93,8 +95,19 @@ void Buffer::Free::operator()(std::byte* p) const {
   ::operator delete[](p, std::align_val_t{kAlign});
 }
 
-Buffer::Buffer(std::size_t bytes, unsigned char fill)
-    : data_(static_cast<std::byte*>(::operator new[](bytes + kGuard, std::align_val_t{kAlign}))), bytes_(bytes) {
+namespace {
+
+/// Memory for `bytes`. More than the machine has is refused here: the system would find out page by page, too late.
+std::byte* allocate(std::size_t bytes, std::size_t alignment) {
+  static const auto physical =
+      static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  if (bytes > physical) throw std::bad_alloc();
+  return static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{alignment}));
+}
+
+}  // namespace
+
+Buffer::Buffer(std::size_t bytes, unsigned char fill) : data_(allocate(bytes + kGuard, kAlign)), bytes_(bytes) {
   std::memset(data_.get(), fill, bytes);
   std::memset(data_.get() + bytes, kPoison, kGuard);
 }
