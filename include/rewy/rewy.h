@@ -96,11 +96,12 @@ struct BackwardArgs {
 };
 
 /// Which implementation to use. kAutomatic takes the first of the dispatch table that serves the problem.
-enum class Backend : std::uint8_t { kAutomatic, kCpu, kReference };
+enum class Backend : std::uint8_t { kAutomatic, kCpu, kCuda, kReference };
 std::string_view name(Backend);
 Backend parse_backend(std::string_view);
 
 /// Operations one call executed, counted where the products are issued. An operation is one multiplication or addition.
+/// Only the CPU backend counts; the others leave zeros.
 struct Work {
   struct Stage {
     std::int64_t products = 0;  ///< matrix products
@@ -121,20 +122,21 @@ struct Work {
 /// Where and how a call runs.
 struct Execution {
   Device device{};         ///< of every tensor of the call
-  void* stream = nullptr;  ///< reserved to devices with streams; must be null on the CPU
+  void* stream = nullptr;  ///< cudaStream_t of a CUDA call (null: the default stream); must be null on the CPU
   int threads = 0;         ///< CPU threads; 0: all the OpenMP runtime gives. Never changes a bit of a result.
   Backend backend = Backend::kAutomatic;
   std::span<std::byte>
-      workspace{};       ///< Bytes::workspace bytes, 64-byte aligned; contents before and after mean nothing
+      workspace{};       ///< bytes as Bytes says, on `device`, 64-byte aligned; contents before and after mean nothing
   Work* work = nullptr;  ///< if set, receives what the call executed
 };
 
 struct Bytes {
   std::size_t workspace = 0;  ///< for Execution::workspace
   std::size_t saved = 0;      ///< for ForwardArgs::saved
+  std::size_t unsaved = 0;    ///< on top of workspace, where ForwardArgs::saved or BackwardArgs::saved is empty
 };
 
-/// Bytes of one call. Both grow linearly with T. Uses only device, threads and backend of `execution`.
+/// Bytes of one call. All grow linearly with T. Uses only device, threads and backend of `execution`.
 Bytes workspace_bytes(const Problem&, Direction, const Execution& = {});
 
 void forward(const Problem&, const ForwardArgs&, const Execution&);

@@ -1,6 +1,7 @@
 // What a backend is to the dispatch table (dispatch.cpp). Arguments reach a backend validated.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "rewy/rewy.h"
@@ -9,6 +10,7 @@ namespace rewy {
 
 struct BackendEntry {
   Backend id;
+  DeviceKind device;  ///< of the tensors it serves; the functions below are called for no others
   /// Empty if the backend serves the problem, else the reason why not, as one clause ("dtype f64 is not ...").
   std::string (*declines)(const Problem&, Direction, const Execution&);
   Bytes (*bytes)(const Problem&, Direction, const Execution&);
@@ -16,7 +18,14 @@ struct BackendEntry {
   void (*backward)(const Problem&, const BackwardArgs&, const Execution&);
 };
 
+extern const BackendEntry kCudaBackend;       // src/cuda/, in builds with REWY_CUDA only
 extern const BackendEntry kCpuBackend;        // src/cpu/
 extern const BackendEntry kReferenceBackend;  // src/reference/
+
+/// Chunks of the longest chunk table a problem can have: every segment may end in a short chunk.
+inline std::int64_t most_chunks(const Problem& p) {
+  if (p.segments) return p.T / kChunk + std::min(*p.segments, p.T);
+  return p.B * ((p.T + kChunk - 1) / kChunk);
+}
 
 }  // namespace rewy

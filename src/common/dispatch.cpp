@@ -1,5 +1,6 @@
 #include "common/dispatch.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "common/validate.h"
@@ -8,7 +9,27 @@ namespace rewy {
 namespace {
 
 // Fastest first; the reference, which serves everything on the CPU, last.
-constexpr const BackendEntry* kTable[] = {&kCpuBackend, &kReferenceBackend};
+constexpr const BackendEntry* kTable[] = {
+#ifdef REWY_CUDA
+    &kCudaBackend,
+#endif
+    &kCpuBackend, &kReferenceBackend};
+
+bool serves_device(Table table, DeviceKind kind) {
+  return std::ranges::any_of(table, [&](const BackendEntry* entry) { return entry->device == kind; });
+}
+
+std::string no_backend_for(DeviceKind kind) {
+  return "no backend of this build serves " + std::string(name(kind)) + " tensors";
+}
+
+std::string reason_against(const BackendEntry& entry, Table table, const Problem& p, Direction direction,
+                           const Execution& execution) {
+  const DeviceKind kind = execution.device.kind;
+  if (entry.device == kind) return entry.declines(p, direction, execution);
+  if (!serves_device(table, kind)) return no_backend_for(kind);
+  return "serves " + std::string(name(entry.device)) + " tensors only";
+}
 
 struct Choice {
   const BackendEntry* entry = nullptr;  // null: none serves
@@ -19,10 +40,7 @@ Choice look_up(Table table, const Problem& p, Direction direction, const Executi
   Choice choice;
   for (const BackendEntry* entry : table) {
     if (execution.backend != Backend::kAutomatic && execution.backend != entry->id) continue;
-    const std::string reason =
-        execution.device.kind == DeviceKind::kCpu
-            ? entry->declines(p, direction, execution)
-            : "no backend of this build serves " + std::string(name(execution.device.kind)) + " tensors";
+    const std::string reason = reason_against(*entry, table, p, direction, execution);
     choice.explanation.rows.push_back({std::string(name(entry->id)), reason});
     if (reason.empty()) {
       choice.entry = entry;
@@ -43,10 +61,8 @@ std::string describe(const Problem& p, const Execution& execution) {
 const BackendEntry& choose(Table table, const Problem& p, Direction direction, const Execution& execution) {
   const Choice choice = look_up(table, p, direction, execution);
   if (choice.entry != nullptr) return *choice.entry;
-  if (execution.device.kind != DeviceKind::kCpu) {
-    const std::string device(name(execution.device.kind));
-    throw Error(operation(p, direction), "device", "cpu",
-                device + ": no backend of this build serves " + device + " tensors");
+  if (const DeviceKind kind = execution.device.kind; kind != DeviceKind::kCpu && !serves_device(table, kind)) {
+    throw Error(operation(p, direction), "device", "cpu", std::string(name(kind)) + ": " + no_backend_for(kind));
   }
   std::string reasons;
   for (const Explanation::Row& row : choice.explanation.rows) {

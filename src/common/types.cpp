@@ -21,7 +21,7 @@ constexpr std::array<Word, 2> kDirections{"forward", "backward"};
 constexpr std::array<Word, 2> kGraphs{"rewy", "expanded"};
 constexpr std::array<Word, 2> kIntras{"matrix", "pairwise"};
 constexpr std::array<Word, 2> kGrams{"off", "on"};
-constexpr std::array<Word, 3> kBackends{"auto", "cpu", "reference"};
+constexpr std::array<Word, 4> kBackends{"auto", "cpu", "cuda", "reference"};
 
 // A value outside its enum gets a word too: error texts are built from values nobody has checked yet.
 template <class Enum, std::size_t N>

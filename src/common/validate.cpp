@@ -167,10 +167,15 @@ class Checker {
 /// Shapes and types of a problem's tensors, each named once.
 struct Call : Checker {
   const Problem& p;
+  const Execution& execution;
   std::vector<DType> data, strength, wide;  // q k v o; beta b w; the gate and the states
 
-  Call(const Problem& problem, Direction direction, const Execution& execution)
-      : Checker(problem, direction, execution), p(problem), data{p.dtype}, strength{p.strength_dtype} {
+  Call(const Problem& problem, Direction direction, const Execution& execution_)
+      : Checker(problem, direction, execution_),
+        p(problem),
+        execution(execution_),
+        data{p.dtype},
+        strength{p.strength_dtype} {
     wide = p.dtype == DType::kF64 ? std::vector{DType::kF32, DType::kF64} : std::vector{DType::kF32};
   }
 
@@ -202,6 +207,10 @@ struct Call : Checker {
   void state(const TensorView& t, const char* argument, bool output = false) {
     const bool kv = p.state_layout == StateLayout::kKV;
     expect(t, argument, Need::kOptional, wide, {p.sequences(), p.HV, kv ? p.K : p.V, kv ? p.V : p.K}, output);
+  }
+
+  void workspace(const Bytes& bytes, bool nothing_saved) {
+    memory(execution.workspace, "workspace", bytes.workspace + (nothing_saved ? bytes.unsaved : 0), true);
   }
 
   void inputs(const Inputs& in) {
@@ -323,7 +332,7 @@ void validate(const Problem& p, const ForwardArgs& args, const Execution& execut
   call.v(args.o, "o", Need::kRequired, true);
   call.state(args.final_state, "final_state", true);
   if (!args.saved.empty()) call.memory(args.saved, "saved", bytes.saved, true);
-  call.memory(execution.workspace, "workspace", bytes.workspace, true);
+  call.workspace(bytes, args.saved.empty());
   call.disjoint();
 }
 
@@ -344,7 +353,7 @@ void validate(const Problem& p, const BackwardArgs& args, const Execution& execu
   }
   call.state(args.d_initial_state, "d_initial_state", true);
   if (!args.saved.empty()) call.memory(args.saved, "saved", bytes.saved, false);
-  call.memory(execution.workspace, "workspace", bytes.workspace, true);
+  call.workspace(bytes, args.saved.empty());
   call.disjoint();
 }
 

@@ -60,12 +60,6 @@ int thread_count(const Execution& execution) {
   return execution.threads > 0 ? execution.threads : omp_get_max_threads();
 }
 
-/// Chunks of the longest chunk table a problem can have: every segment may end in a short chunk.
-std::int64_t most_chunks(const Problem& p) {
-  if (p.segments) return p.T / kChunk + std::min(*p.segments, p.T);
-  return p.B * ((p.T + kChunk - 1) / kChunk);
-}
-
 /// What the forward keeps for the backward, by policy.
 void lay_out_saved(const Problem& p, Arena& arena, Intermediates& keep) {
   const Sizes size(p);
@@ -329,8 +323,7 @@ Bytes bytes_cpu(const Problem& p, Direction direction, const Execution& executio
   return bytes;
 }
 
-std::string declines_cpu(const Problem& p, Direction, const Execution& execution) {
-  if (execution.device.kind != DeviceKind::kCpu) return "device is not the CPU";
+std::string declines_cpu(const Problem& p, Direction, const Execution&) {
   if (p.dtype == DType::kF64 || p.strength_dtype == DType::kF64)
     return "dtype f64 is the reference's (this one computes in FP32)";
   if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";
@@ -339,6 +332,6 @@ std::string declines_cpu(const Problem& p, Direction, const Execution& execution
 
 }  // namespace
 
-const BackendEntry kCpuBackend{Backend::kCpu, declines_cpu, bytes_cpu, forward_cpu, backward_cpu};
+const BackendEntry kCpuBackend{Backend::kCpu, DeviceKind::kCpu, declines_cpu, bytes_cpu, forward_cpu, backward_cpu};
 
 }  // namespace rewy

@@ -318,14 +318,13 @@ void run(const Problem& p, Direction direction, const Execution& execution, Task
 
 // ---- the backend ---------------------------------------------------------------------------------------------------
 
-std::string declines(const Problem& p, Direction, const Execution& execution) {
-  if (execution.device.kind != DeviceKind::kCpu) return "the reference runs on the CPU only";
+std::string declines(const Problem& p, Direction, const Execution&) {
   if (p.variant != Variant{}) return "the choice of a derivative graph is the CPU backend's";
   return {};
 }
 
 Bytes bytes(const Problem& p, Direction direction, const Execution& execution) {
-  return {slice_bytes(p, direction) * static_cast<std::size_t>(thread_count(p, execution)), 0};
+  return {.workspace = slice_bytes(p, direction) * static_cast<std::size_t>(thread_count(p, execution))};
 }
 
 void forward_reference(const Problem& p, const ForwardArgs& args, const Execution& execution) {
@@ -380,6 +379,7 @@ void backward_reference(const Problem& p, const BackwardArgs& args, const Execut
 
 }  // namespace
 
-const BackendEntry kReferenceBackend{Backend::kReference, declines, bytes, forward_reference, backward_reference};
+const BackendEntry kReferenceBackend{Backend::kReference, DeviceKind::kCpu,  declines, bytes,
+                                     forward_reference,   backward_reference};
 
 }  // namespace rewy

@@ -17,9 +17,20 @@ std::string wide(const Problem& p, Direction, const Execution&) {
 std::string odd(const Problem& p, Direction direction, const Execution&) {
   return p.V % 2 != 0 && direction == Direction::kBackward ? "V is odd" : "";
 }
-const BackendEntry kFirst{Backend::kCpu, wide, bytes, forward, backward};
-const BackendEntry kSecond{Backend::kReference, odd, bytes, forward, backward};
+const BackendEntry kFirst{Backend::kCpu, DeviceKind::kCpu, wide, bytes, forward, backward};
+const BackendEntry kSecond{Backend::kReference, DeviceKind::kCpu, odd, bytes, forward, backward};
 constexpr const BackendEntry* kTable[] = {&kFirst, &kSecond};
+
+// The same with a row for another device before them.
+const BackendEntry kOther{Backend::kCuda, DeviceKind::kCuda, wide, bytes, forward, backward};
+constexpr const BackendEntry* kBothDevices[] = {&kOther, &kFirst, &kSecond};
+
+// What the library's own table says first of a call on the CPU: a line more in builds with CUDA.
+std::string lines_before_cpu() {
+  const bool cuda =
+      !explain(Problem{.T = 1, .K = 8, .V = 8}, Direction::kForward, {.backend = Backend::kCuda}).rows.empty();
+  return cuda ? "cuda declines: serves cuda tensors only\n" : "";
+}
 
 Problem problem(std::int64_t K, std::int64_t V) {
   return {.op = Operator::kGdn, .T = 4, .K = K, .V = V};
@@ -71,6 +82,28 @@ TEST(Dispatch, OtherDevices) {
             "no backend serves it\n");
 }
 
+TEST(Dispatch, EachDeviceItsBackends) {
+  const Execution cuda{.device = {DeviceKind::kCuda, 0}};
+  EXPECT_EQ(&choose(kBothDevices, problem(8, 4), Direction::kForward, cuda), &kOther);
+  EXPECT_EQ(&choose(kBothDevices, problem(8, 4), Direction::kForward, {}), &kFirst);
+  EXPECT_EQ(explain(kBothDevices, problem(9, 4), Direction::kForward, {}).text(),
+            "cuda declines: serves cuda tensors only\n"
+            "cpu declines: K is above 8\n"
+            "reference serves it\n");
+  const Error e = refusal([&] { choose(kBothDevices, problem(9, 4), Direction::kForward, cuda); });
+  EXPECT_EQ(e.argument(), "backend");
+  EXPECT_EQ(e.expected(), "a backend that serves gdn of dtype f32, K = 9, V = 4 on cuda");
+  EXPECT_EQ(e.actual(), "cuda: K is above 8; cpu: serves cpu tensors only; reference: serves cpu tensors only");
+  Execution forced{.device = {DeviceKind::kCuda, 0}, .backend = Backend::kCpu};
+  EXPECT_EQ(refusal([&] { choose(kBothDevices, problem(8, 4), Direction::kForward, forced); }).actual(),
+            "cpu: serves cpu tensors only");
+  forced = {.backend = Backend::kCuda};
+  EXPECT_EQ(refusal([&] { choose(kBothDevices, problem(8, 4), Direction::kForward, forced); }).actual(),
+            "cuda: serves cuda tensors only");
+  EXPECT_EQ(refusal([&] { choose(kTable, problem(8, 4), Direction::kForward, forced); }).actual(),
+            "cuda, which is not in this build");
+}
+
 TEST(Explain, RowsUpToTheChosen) {
   const Explanation first = explain(kTable, problem(8, 3), Direction::kBackward, {});
   EXPECT_EQ(first.backend, "cpu");
@@ -90,16 +123,17 @@ TEST(Explain, RefusesWhatIsNoProblem) {
 
 TEST(Explain, TheTableOfTheLibrary) {
   Problem p = problem(32, 48);
-  EXPECT_EQ(explain(p, Direction::kForward).text(), "cpu serves it\n");
+  EXPECT_EQ(explain(p, Direction::kForward).text(), lines_before_cpu() + "cpu serves it\n");
   p.dtype = p.strength_dtype = DType::kF64;
   const Explanation e = explain(p, Direction::kBackward);
   EXPECT_EQ(e.backend, "reference");
-  ASSERT_EQ(e.rows.size(), 2u);
-  EXPECT_EQ(e.rows[0].backend, "cpu");
-  EXPECT_FALSE(e.rows[0].reason.empty());
+  ASSERT_EQ(e.rows.size(), lines_before_cpu().empty() ? 2u : 3u);
+  const Explanation::Row& cpu = e.rows[e.rows.size() - 2];
+  EXPECT_EQ(cpu.backend, "cpu");
+  EXPECT_FALSE(cpu.reason.empty());
   const Error forced = refusal([&] { workspace_bytes(p, Direction::kForward, {.backend = Backend::kCpu}); });
   EXPECT_EQ(forced.argument(), "backend");
-  EXPECT_EQ(forced.actual(), "cpu: " + e.rows[0].reason);
+  EXPECT_EQ(forced.actual(), "cpu: " + cpu.reason);
 }
 
 TEST(WorkspaceBytes, AreThoseOfTheChosenRow) {

@@ -28,7 +28,7 @@ TEST(Names, RoundTrip) {
   round_trip<Graph>(2, parse_graph);
   round_trip<Intra>(2, parse_intra);
   round_trip<Gram>(2, parse_gram);
-  round_trip<Backend>(3, parse_backend);
+  round_trip<Backend>(4, parse_backend);
 }
 
 TEST(Names, Words) {
@@ -76,7 +76,7 @@ TEST(Names, ParseTellsTheAllowedWords) {
             "parse: argument 'dtype': expected f64, f32, bf16, f16, i32 or i64, got \"F32\"");
   EXPECT_EQ(message([] { parse_policy(""); }), "parse: argument 'policy': expected recompute or save, got \"\"");
   EXPECT_EQ(message([] { parse_backend("gpu"); }),
-            "parse: argument 'backend': expected auto, cpu or reference, got \"gpu\"");
+            "parse: argument 'backend': expected auto, cpu, cuda or reference, got \"gpu\"");
 }
 
 TEST(Problem, QueryScale) {

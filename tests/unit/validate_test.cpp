@@ -210,10 +210,6 @@ TEST(Validate, Execution) {
                   "another one"},
                  {[](Call& c) { c.execution.device.kind = static_cast<DeviceKind>(9); }, "device",
                   "a value of its enum", "another one"},
-                 {[](Call& c) {
-                    c.execution.device = {DeviceKind::kCuda, 0};
-                  },
-                  "device", "cpu", "cuda: no backend of this build serves cuda tensors"},
              });
 }
 
@@ -529,6 +525,63 @@ TEST(Validate, Offsets) {
   expect_refusal(call, Direction::kForward, "cu_seqlens", "shape [3]", "[2]");
   call.in.cu_seqlens = {};
   expect_refusal(call, Direction::kForward, "cu_seqlens", "a tensor of shape [3]", "none");
+}
+
+// `unsaved` bytes come on top exactly where nothing is saved.
+TEST(Validate, MemoryWhereNothingIsSaved) {
+  for (Direction direction : kBoth) {
+    Call call(Operator::kKda);
+    call.fwd.in = call.bwd.in = call.in;
+    Bytes bytes = workspace_bytes(call.p, direction, call.execution);
+    bytes.unsaved = 64;
+    call.execution.workspace = call.execution.workspace.first(bytes.workspace);
+    const auto check = [&] {
+      if (direction == Direction::kForward) {
+        validate(call.p, call.fwd, call.execution, bytes);
+      } else {
+        validate(call.p, call.bwd, call.execution, bytes);
+      }
+    };
+    EXPECT_NO_THROW(check());
+    call.fwd.saved = {}, call.bwd.saved = {};
+    try {
+      check();
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.argument(), "workspace");
+      EXPECT_EQ(e.expected(), "at least " + std::to_string(bytes.workspace + 64) + " bytes");
+      EXPECT_EQ(e.actual(), std::to_string(bytes.workspace));
+    }
+    call.execution.workspace = {call.execution.workspace.data(), bytes.workspace + 64};
+    EXPECT_NO_THROW(check());
+  }
+}
+
+// Nothing on a device is read: neither offsets nor anything else.
+TEST(Validate, TouchesNoDeviceMemory) {
+  Call call(Operator::kKda, DType::kBF16, {0, 1, 3});
+  const Device device{DeviceKind::kCuda, 1};
+  auto elsewhere = [&, next = std::uintptr_t{1} << 44](TensorView& t) mutable {
+    if (t.given()) t.device = device, t.data = reinterpret_cast<void*>(next += 1 << 20);
+  };
+  for (TensorView* t :
+       {&call.in.q, &call.in.k, &call.in.v, &call.in.g, &call.in.beta, &call.in.initial_state, &call.in.cu_seqlens,
+        &call.fwd.o, &call.fwd.final_state, &call.bwd.d_o, &call.bwd.d_final_state, &call.bwd.dq, &call.bwd.dk,
+        &call.bwd.dv, &call.bwd.dg, &call.bwd.dbeta, &call.bwd.d_initial_state}) {
+    elsewhere(*t);
+  }
+  call.fwd.saved = {reinterpret_cast<std::byte*>(std::uintptr_t{1} << 45), 4096}, call.bwd.saved = call.fwd.saved;
+  call.execution = {
+      .device = device, .stream = &call, .workspace = {reinterpret_cast<std::byte*>(std::uintptr_t{1} << 46), 4096}};
+  call.fwd.in = call.bwd.in = call.in;
+  const Bytes bytes{.workspace = 4096, .saved = 4096};
+  for (Direction direction : kBoth) EXPECT_NO_THROW(validate(call.p, direction, call.execution));
+  EXPECT_NO_THROW(validate(call.p, call.fwd, call.execution, bytes));
+  EXPECT_NO_THROW(validate(call.p, call.bwd, call.execution, bytes));
+  call.bwd.dq.data = call.bwd.dk.data;  // aliasing is found from the addresses
+  EXPECT_THROW(validate(call.p, call.bwd, call.execution, bytes), Error);
+  call.fwd.o = TensorView(call.fwd.saved.data() + 8192, DType::kBF16, {1, 3, 4, 16});
+  EXPECT_THROW(validate(call.p, call.fwd, call.execution, bytes), Error);  // a CPU tensor among them
 }
 
 // Validation alone, so that what is accepted does not depend on what a backend computes from poison.
