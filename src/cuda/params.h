@@ -36,21 +36,22 @@ struct Params {
   std::int64_t chunks;     ///< chunk slots; unpacked: B * ceil(T / 64), slot = batch * ceil(T / 64) + chunk
   std::int32_t H, HV;
   std::int32_t K, V;
-  float scale;             ///< of the queries
-  DType strength_dtype;    ///< of beta (b and w have the type of q)
+  float scale;           ///< of the queries
+  DType strength_dtype;  ///< of beta (b and w have the type of q)
 
   // Packed sequences; cu_seqlens null otherwise.
-  const void* cu_seqlens;     ///< [N + 1], int32 or int64, on the device
+  const void* cu_seqlens;  ///< [N + 1], int32 or int64, on the device
   bool offsets_are_i64;
+  std::int64_t offset_stride;
   std::int32_t* first_chunk;  ///< [N + 1]     slot of each sequence's first chunk, workspace
   ChunkAt* chunk_table;       ///< [chunks]    workspace
 
   // Inputs.
-  Rows q, k;       ///< [B, T, H, K]
-  Rows v, d_o;     ///< [B, T, HV, V]
-  Rows g;          ///< [B, T, HV] or [B, T, HV, K] FP32; not given: no decay
-  Rows beta;       ///< [B, T, HV]
-  Rows b, w;       ///< [B, T, HV, K], [B, T, HV, V]
+  Rows q, k;    ///< [B, T, H, K]
+  Rows v, d_o;  ///< [B, T, HV, V]
+  Rows g;       ///< [B, T, HV] or [B, T, HV, K] FP32; not given: no decay
+  Rows beta;    ///< [B, T, HV]
+  Rows b, w;    ///< [B, T, HV, K], [B, T, HV, V]
   States initial_state, d_final_state;
 
   // Outputs. Any may be absent.

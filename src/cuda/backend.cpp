@@ -1,0 +1,298 @@
+// The CUDA backend: says what it serves, checks what only its kernels mind, lays out the workspace and launches.
+// Nothing here allocates on the device, synchronises or reads device memory, so every call can be captured in a graph.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "common/validate.h"
+#include "cuda/check.h"
+#include "cuda/kernels.h"
+#include "cuda/workspace.h"
+
+namespace rewy {
+namespace {
+
+using namespace cuda;
+
+constexpr std::int64_t kMostWidth = 256;
+constexpr std::int64_t kWidthStep = 8;  // 16 bytes of 16-bit elements: what one cp.async copies
+constexpr std::size_t kRowAlign = 16;   // bytes, for the same reason
+constexpr int kLeastCapability = 80;
+
+/// The device is current while it lives, the caller's again afterwards.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int index) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    changed_ = before_ != index;
+    if (changed_) check(cudaSetDevice(index), "cudaSetDevice");
+  }
+  ~CurrentDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+struct DeviceAnswer {
+  DeviceLimits limits{};
+  std::string problem;  ///< empty: limits are valid
+};
+
+DeviceAnswer ask_device(int index) {
+  DeviceAnswer answer{.limits = {.index = index}, .problem = {}};
+  int count = 0;
+  cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess && count == 0) status = cudaErrorNoDevice;
+  if (status == cudaSuccess && (index < 0 || index >= count)) {
+    answer.problem = "no CUDA device " + std::to_string(index) + ", there are " + std::to_string(count);
+    return answer;
+  }
+  int major = 0, minor = 0;
+  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&value, attribute, index);
+  };
+  ask(major, cudaDevAttrComputeCapabilityMajor);
+  ask(minor, cudaDevAttrComputeCapabilityMinor);
+  ask(answer.limits.multiprocessors, cudaDevAttrMultiProcessorCount);
+  ask(answer.limits.shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  answer.limits.compute_capability = 10 * major + minor;
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // reported here, not by the next launch's check
+    answer.problem = std::string("no usable CUDA device (") + cudaGetErrorString(status) + ")";
+  }
+  return answer;
+}
+
+/// Asked once a device. Failures are asked again: devices may become visible later.
+DeviceAnswer device_limits(int index) {
+  static std::mutex mutex;
+  static std::map<int, DeviceLimits> known;
+  const std::lock_guard lock(mutex);
+  if (const auto at = known.find(index); at != known.end()) return {.limits = at->second, .problem = {}};
+  DeviceAnswer answer = ask_device(index);
+  if (answer.problem.empty()) known.emplace(index, answer.limits);
+  return answer;
+}
+
+bool is_width(std::int64_t n) {
+  return n % kWidthStep == 0 && n >= kWidthStep && n <= kMostWidth;
+}
+
+bool is_half(DType t) {
+  return t == DType::kBF16 || t == DType::kF16;
+}
+
+/// Rows are counted in 32 bits in chunk tables and grids.
+bool counts_fit(const Problem& p) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  const auto product_fits = [](std::int64_t a, std::int64_t b) {
+    std::int64_t product = 0;
+    return !__builtin_mul_overflow(a, b, &product) && product <= kMost;
+  };
+  return p.T <= kMost && p.HV <= kMost && p.sequences() < kMost && product_fits(p.sequences(), p.HV) &&
+         product_fits(most_chunks(p), p.HV);
+}
+
+Kind kind_of(const Problem& p) {
+  return {p.op, p.dtype};
+}
+
+/// What does not depend on the device comes first, so that it is answered without one.
+std::string declines_cuda(const Problem& p, Direction, const Execution& execution) {
+  if (!is_half(p.dtype)) return "dtype " + std::string(name(p.dtype)) + " is neither bf16 nor f16";
+  if (strength_of(p.op) == Strength::kIndependent && p.strength_dtype != p.dtype) {
+    return "strength_dtype " + std::string(name(p.strength_dtype)) + " is not dtype " + std::string(name(p.dtype));
+  }
+  if (!is_width(p.K)) return "K = " + std::to_string(p.K) + " is not a multiple of 8 from 8 to 256";
+  if (!is_width(p.V)) return "V = " + std::to_string(p.V) + " is not a multiple of 8 from 8 to 256";
+  if (p.variant != Variant{}) return "the choice of a derivative graph is the CPU backend's";
+  if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";
+  if (!counts_fit(p)) return "T, sequences * HV or chunks * HV reach 2^31";
+
+  const auto [limits, problem] = device_limits(execution.device.index);
+  if (!problem.empty()) return problem;
+  const std::string device = "device " + std::to_string(limits.index);
+  if (limits.compute_capability < kLeastCapability) {
+    return device + " has compute capability " + std::to_string(limits.compute_capability / 10) + "." +
+           std::to_string(limits.compute_capability % 10) + ", below 8.0";
+  }
+  if (const int need = shared_bytes_needed(kind_of(p), p.K, p.V); need > limits.shared_bytes_per_block) {
+    return device + " has " + std::to_string(limits.shared_bytes_per_block) + " bytes of shared memory a block, " +
+           std::to_string(need) + " are needed";
+  }
+  return {};
+}
+
+Bytes bytes_cuda(const Problem& p, Direction direction, const Execution&) {
+  Params nowhere{};
+  Arena kept, least, most;
+  lay_out_saved(p, kept, nowhere);
+  lay_out_workspace(p, direction, true, least, nowhere);
+  lay_out_workspace(p, direction, false, most, nowhere);
+  return {.workspace = least.used(), .saved = kept.used(), .unsaved = most.used() - least.used()};
+}
+
+/// Turns a call's views into Params, and refuses the strides that the kernels cannot read or write.
+class Views {
+ public:
+  Views(const Problem& p, Direction direction) : p_(p), operation_(operation(p, direction)) {}
+
+  /// [B, T, heads, width]: copied 16 bytes at a time.
+  Rows rows(const TensorView& t, const char* argument) const {
+    if (!t.given() || t.elements() == 0) return plain(t);
+    const auto refuse = [&](const std::string& actual) {
+      throw Error(operation_, argument, "last axis contiguous, rows 16-byte aligned", actual);
+    };
+    const auto size = static_cast<std::int64_t>(size_of(t.dtype));
+    bool fits = t.strides[3] == 1;
+    for (int a = 0; a < 3; ++a) {
+      fits = fits && (t.shape[a] == 1 || t.strides[a] % (static_cast<std::int64_t>(kRowAlign) / size) == 0);
+    }
+    if (!fits) {
+      refuse("strides " + shape_text({t.strides.data(), 4}) + " of " + std::string(name(t.dtype)));
+    }
+    if (const auto past = reinterpret_cast<std::uintptr_t>(t.data) % kRowAlign; past != 0) {
+      refuse("an address " + std::to_string(past) + " bytes past it");
+    }
+    return plain(t);
+  }
+
+  /// [B, T, heads]: element by element, any strides.
+  Rows scalars(const TensorView& t) const { return plain(t); }
+
+  Rows gate(const TensorView& t, const char* argument) const {
+    return gate_of(p_.op) == Gate::kVector ? rows(t, argument) : scalars(t);
+  }
+
+  States states(const TensorView& t) const {
+    if (!t.given()) return {};
+    const bool kv = p_.state_layout == StateLayout::kKV;
+    return {static_cast<float*>(t.data), t.strides[0], t.strides[1], t.strides[kv ? 2 : 3], t.strides[kv ? 3 : 2]};
+  }
+
+  Params params(const Inputs& in) const {
+    Params at{};
+    at.B = p_.B;
+    at.T = p_.T;
+    at.sequences = p_.sequences();
+    at.chunks = most_chunks(p_);
+    at.H = static_cast<std::int32_t>(p_.H);
+    at.HV = static_cast<std::int32_t>(p_.HV);
+    at.K = static_cast<std::int32_t>(p_.K);
+    at.V = static_cast<std::int32_t>(p_.V);
+    at.scale = static_cast<float>(p_.query_scale());
+    at.strength_dtype = p_.strength_dtype;
+    if (p_.segments) {
+      at.cu_seqlens = in.cu_seqlens.data;
+      at.offset_stride = in.cu_seqlens.strides[0];
+      at.offsets_are_i64 = in.cu_seqlens.dtype == DType::kI64;
+    }
+    at.q = rows(in.q, "q");
+    at.k = rows(in.k, "k");
+    at.v = rows(in.v, "v");
+    at.g = gate(in.g, "g");
+    at.beta = scalars(in.beta);
+    at.b = rows(in.b, "b");
+    at.w = rows(in.w, "w");
+    at.initial_state = states(in.initial_state);
+    return at;
+  }
+
+ private:
+  /// An axis of one element is never stepped along: its stride may be anything, and is 0 to the kernels.
+  Rows plain(const TensorView& t) const {
+    if (!t.given()) return {};
+    const auto stride = [&](int axis) { return t.shape[axis] == 1 ? 0 : t.strides[axis]; };
+    return {t.data, stride(0), stride(1), stride(2)};
+  }
+
+  const Problem& p_;
+  std::string operation_;
+};
+
+/// Where a call runs, and which launches have anything to do. Sequences without tokens still pass their states on, so
+/// scans run wherever there are sequences; without chunks there are no other kernels.
+struct Launches {
+  Launches(const Problem& p, const Execution& execution)
+      : kind(kind_of(p)),
+        device(execution.device.index),
+        limits(device_limits(execution.device.index).limits),
+        stream(static_cast<cudaStream_t>(execution.stream)),
+        packed(p.segments.has_value()),
+        sequences(p.sequences() > 0),
+        chunks(most_chunks(p) > 0 && sequences),
+        tokens(p.T > 0) {}
+
+  Kind kind;
+  CurrentDevice device;
+  DeviceLimits limits;
+  cudaStream_t stream;
+  bool packed, sequences, chunks, tokens;
+};
+
+void forward_cuda(const Problem& p, const ForwardArgs& args, const Execution& execution) {
+  const Views views(p, Direction::kForward);
+  Params params = views.params(args.in);
+  params.o = views.rows(args.o, "o");
+  params.final_state = views.states(args.final_state);
+  const bool saved = !args.saved.empty();
+  if (saved) {
+    Arena kept(args.saved);
+    lay_out_saved(p, kept, params);
+  }
+  Arena arena(execution.workspace);
+  lay_out_workspace(p, Direction::kForward, saved, arena, params);
+
+  const Launches on(p, execution);
+  if (on.packed) launch_chunk_table(params, on.stream);
+  if (on.chunks) launch_prepare(params, on.kind, on.limits, on.stream);
+  if (on.sequences) launch_scan_output(params, on.kind, on.limits, on.stream);
+  if (on.packed && on.tokens) launch_zero_tail(params, on.kind, on.stream);
+}
+
+void backward_cuda(const Problem& p, const BackwardArgs& args, const Execution& execution) {
+  const Views views(p, Direction::kBackward);
+  Params params = views.params(args.in);
+  params.d_o = views.rows(args.d_o, "d_o");
+  params.d_final_state = views.states(args.d_final_state);
+  params.dq = views.rows(args.dq, "dq");
+  params.dk = views.rows(args.dk, "dk");
+  params.dv = views.rows(args.dv, "dv");
+  params.dg = views.gate(args.dg, "dg");
+  params.dbeta = views.scalars(args.dbeta);
+  params.db = views.rows(args.db, "db");
+  params.dw = views.rows(args.dw, "dw");
+  params.d_initial_state = views.states(args.d_initial_state);
+  const bool saved = !args.saved.empty();
+  if (saved) {
+    // Only read: prepare is not launched, nor the scan of saved states.
+    Arena kept(std::span(const_cast<std::byte*>(args.saved.data()), args.saved.size()));
+    lay_out_saved(p, kept, params);
+  }
+  Arena arena(execution.workspace);
+  lay_out_workspace(p, Direction::kBackward, saved, arena, params);
+  const bool states_saved = saved && p.policy == Policy::kSave;
+
+  const Launches on(p, execution);
+  if (on.packed) launch_chunk_table(params, on.stream);
+  if (on.chunks && !saved) launch_prepare(params, on.kind, on.limits, on.stream);
+  if (on.sequences) launch_scan_both(params, on.kind, on.limits, states_saved, on.stream);
+  if (on.chunks) launch_pullback(params, on.kind, on.limits, on.stream);
+  if (on.packed && on.tokens) launch_zero_tail(params, on.kind, on.stream);
+}
+
+}  // namespace
+
+const BackendEntry kCudaBackend{Backend::kCuda, DeviceKind::kCuda, declines_cuda,
+                                bytes_cuda,     forward_cuda,      backward_cuda};
+
+}  // namespace rewy
