@@ -5,16 +5,22 @@ JOBS ?= $(shell nproc)
 
 PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
 BENCH_PACKAGES = python3 libbenchmark-dev libopenblas-dev python3
-SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h'
+SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h' '*.cu' '*.cuh'
 # Tests that use threads take turns on the cores instead of spinning on them.
 CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
 
-.PHONY: build demo test asan consumers bench-build bench-cpu format format-check tidy neon clean
+.PHONY: build cuda demo test asan consumers bench-build bench-cpu format format-check tidy neon clean
 
 build:
 	@cmake/install-packages $(PACKAGES)
 	cmake --preset $(PRESET) -DREWY_BENCH=OFF
 	cmake --build build -j $(JOBS) --target rewy_cli
+
+# As `build`, where the CUDA backend must be part of it. `build` takes it along wherever there is a CUDA compiler.
+cuda:
+	@cmake/install-packages $(PACKAGES)
+	cmake --preset $(PRESET) -DREWY_BENCH=OFF -DREWY_CUDA=ON
+	cmake --build build -j $(JOBS)
 
 demo: build
 	build/rewy grad examples/layers/*.safetensors --verify
@@ -54,7 +60,7 @@ format-check:
 
 tidy: build
 	@cmake/install-packages git clang-tidy libomp-dev
-	$(SOURCES) | grep -E '^(src|tools)/.*\.cpp$$' | xargs -n 1 -P $(JOBS) \
+	$(SOURCES) | grep -E '^(src/(common|cpu|reference)|tools)/.*\.cpp$$' | xargs -n 1 -P $(JOBS) \
 	  clang-tidy -p build --quiet --extra-arg=-Wno-unknown-warning-option
 
 # The library compiles for 64-bit Arm. Only Highway's headers are lent to the cross compiler, not the host's C library.
@@ -62,7 +68,7 @@ neon:
 	@cmake/install-packages libhwy-dev g++-aarch64-linux-gnu
 	mkdir -p build/neon/include
 	ln -sfn /usr/include/hwy build/neon/include/hwy
-	for source in src/*/*.cpp; do \
+	for source in src/common/*.cpp src/cpu/*.cpp src/reference/*.cpp; do \
 	  echo "aarch64 $$source"; \
 	  aarch64-linux-gnu-g++ -std=c++20 -O2 -fopenmp -Wall -Wextra -Iinclude -Isrc -isystem build/neon/include \
 	    -c $$source -o build/neon/$$(basename $$source).o || exit 1; \
