@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 
+#include "bench_device.h"
 #include "commands.h"
 #include "console.h"
 #include "cpu/stages.h"
@@ -19,8 +20,10 @@ struct Options {
   DeviceOptions device;
   std::vector<std::string> problem;
   std::string file, json, direction = "both";
-  int repeats = 7;
-  bool work = false;
+  int repeats = 0;
+  bool work = false, cold_l2 = false;
+
+  int observations() const { return repeats > 0 ? repeats : device.on_gpu() ? 60 : 7; }
 };
 
 struct Timing {
@@ -44,7 +47,7 @@ Timing time_problem(const std::string& text, const Options& o, const std::string
   Timing t;
   t.text = format_case(c);
   t.direction = direction;
-  for (int i = -1; i < o.repeats; ++i) {  // the first is the warm-up
+  for (int i = -1; i < o.observations(); ++i) {  // the first is the warm-up
     tick();
     const Run r = run(call, options);
     t.backend = r.backend;
@@ -58,22 +61,107 @@ Timing time_problem(const std::string& text, const Options& o, const std::string
   return t;
 }
 
-void bench(const Options& o, const std::string& command) {
+std::vector<std::string> problem_lines(const Options& o) {
   std::vector<std::string> lines;
   if (!o.file.empty()) lines = case_lines(read_text(o.file));
   if (!o.problem.empty()) lines.push_back(joined(o.problem));
   if (lines.empty() && !o.file.empty()) throw FileError(o.file, "no problems in it");
   if (lines.empty()) throw Error("bench", "problem", "a problem as text, or --file", "none");
   for (const std::string& line : lines) parse_case(line);
+  return lines;
+}
+
+void bench_gpu(const Options& o, const std::string& command) {
+  const std::vector<std::string> lines = problem_lines(o);
+  const Device device = o.device.target();
+  const DeviceInfo gpu = device_info(device);
+  constexpr std::size_t kFlush = std::size_t{256} << 20;  // larger than any L2 cache
+  TimingOptions timing{.observations = o.observations()};
+  if (o.cold_l2) {
+    timing.calls = 1;  // a second one would find what the first left
+    timing.flush_bytes = kFlush;
+  }
+  const char* l2 = o.cold_l2 ? "256 MiB written before every replay" : "as the previous replay left it";
+  std::printf("%s, driver %s, CUDA %s; graphs of %d calls, %d observations, L2 state: %s\n", gpu.name.c_str(),
+              gpu.driver_version.empty() ? "unknown" : gpu.driver_version.c_str(),
+              cuda_version_text(gpu.runtime).c_str(), timing.calls, timing.observations, l2);
+  std::printf(
+      "floor: the bytes at %.2f TB/s or the products at %.0f TFLOP/s, whichever takes longer (H200, measured)\n",
+      kH200BytesPerSecond * 1e-12, kH200OperationsPerSecond * 1e-12);
+  std::printf("%-9s %10s %9s %9s %7s %8s %6s %10s %10s %9s  %s\n", "call", "median us", "min", "max", "TB/s", "TFLOP/s",
+              "floor", "workspace", "saved", "peak MiB", "problem");
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  Progress progress(lines.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    progress.at(i, lines[i]);
+    const Case c = for_device(parse_case(lines[i]), device);
+    const std::string text = format_case(c);
+    for (const DeviceTiming& t : time_on_device(c, device, o.direction, timing)) {
+      const double seconds = median(t.seconds);
+      const double mib = static_cast<double>(t.peak()) / (1 << 20);
+      progress.clear();
+      std::printf("%-9s %10.2f %9.2f %9.2f %7.3f %8.1f %5.0f%% %10s %10s %9.1f  %s\n",
+                  (t.direction + (t.direction == "fwd" && t.saved ? "+saved" : "")).c_str(), seconds * 1e6,
+                  t.seconds.front() * 1e6, t.seconds.back() * 1e6, t.floor.bytes / seconds * 1e-12,
+                  t.floor.operations / seconds * 1e-12, 100 * t.floor.seconds() / seconds,
+                  bytes_text(t.workspace).c_str(), bytes_text(t.saved_bytes).c_str(), mib, text.c_str());
+      std::fflush(stdout);
+      rows.push_back({{"problem", text},
+                      {"op", name(c.problem.op)},
+                      {"B", c.problem.B},
+                      {"T", c.problem.T},
+                      {"H", c.problem.H},
+                      {"HV", c.problem.HV},
+                      {"K", c.problem.K},
+                      {"V", c.problem.V},
+                      {"policy", name(c.problem.policy)},
+                      {"direction", t.direction},
+                      {"saved", t.saved},
+                      {"backend", t.backend},
+                      {"median_s", seconds},
+                      {"min_s", t.seconds.front()},
+                      {"max_s", t.seconds.back()},
+                      {"observations_s", t.seconds},
+                      {"bytes", t.floor.bytes},
+                      {"operations", t.floor.operations},
+                      {"bytes_per_s", t.floor.bytes / seconds},
+                      {"operations_per_s", t.floor.operations / seconds},
+                      {"floor_s", t.floor.seconds()},
+                      {"fraction_of_floor", t.floor.seconds() / seconds},
+                      {"workspace_bytes", t.workspace},
+                      {"saved_bytes", t.saved_bytes},
+                      {"outputs_bytes", t.outputs},
+                      {"peak_mib", mib}});
+    }
+  }
+  if (o.json.empty()) return;
+  write_json(o.json, {{"command", command},
+                      {"machine",
+                       {{"cpu", cpu_model()},
+                        {"gpu", gpu.name},
+                        {"compute_capability", std::to_string(gpu.major) + "." + std::to_string(gpu.minor)},
+                        {"driver", gpu.driver_version},
+                        {"driver_cuda", cuda_version_text(gpu.driver)},
+                        {"toolkit", cuda_version_text(gpu.runtime)},
+                        {"l2_state", l2},
+                        {"calls_a_graph", timing.calls}}},
+                      {"problems", rows}});
+}
+
+void bench(const Options& o, const std::string& command) {
+  o.device.require();
+  if (o.device.on_gpu()) return bench_gpu(o, command);
+  const std::vector<std::string> lines = problem_lines(o);
   const std::vector<std::string> directions =
       o.direction == "all" ? std::vector<std::string>{"fwd", "bwd", "both"} : std::vector<std::string>{o.direction};
 
   const int threads = o.device.threads == 0 ? default_threads() : o.device.threads;
-  std::printf("%s, %s, %d threads, %d observations\n", cpu_model().c_str(), cpu::instruction_set(), threads, o.repeats);
+  std::printf("%s, %s, %d threads, %d observations\n", cpu_model().c_str(), cpu::instruction_set(), threads,
+              o.observations());
   std::printf("%-5s %-10s %11s %9s %9s %9s %11s  %s\n", "dir", "backend", "median ms", "min", "max", "GFLOP/s",
               "workspace", "problem");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  const std::size_t runs = static_cast<std::size_t>(o.repeats) + 1;
+  const std::size_t runs = static_cast<std::size_t>(o.observations()) + 1;
   Progress progress(lines.size() * directions.size() * runs);
   std::size_t done = 0;
   for (const std::string& line : lines) {
@@ -114,12 +202,14 @@ void add_bench(CLI::App& app, int&) {
   command->add_option("--file", o->file, "A list of problems, one a line");
   command
       ->add_option("--direction", o->direction,
-                   "What is timed: fwd, bwd (after a forward that is not timed), both, or all three")
+                   "What is timed: fwd, bwd (after a forward that is not timed), both, or all three; on a GPU both and "
+                   "all time the two apart")
       ->check(CLI::IsMember({"fwd", "bwd", "both", "all"}))
       ->capture_default_str();
-  command->add_option("--repeats", o->repeats, "Observations after one warm-up")
-      ->check(CLI::Range(1, 1000000))
+  command->add_option("--repeats", o->repeats, "Observations after the warm-up; 0: 7, on a GPU 60")
+      ->check(CLI::Range(0, 1000000))
       ->capture_default_str();
+  command->add_flag("--cold-l2", o->cold_l2, "On a GPU: write 256 MiB before every replay, and capture one call");
   command->add_flag("--work", o->work, "Print products and operations by stage, a chunk and head");
   command->add_option("--json", o->json, "Write the results to this file");
   o->device.add(*command);

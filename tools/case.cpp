@@ -329,10 +329,25 @@ double strength(const Case& c, std::uint64_t stream, const Index& at, std::uint6
 
 using Make = std::function<double(const Index&, std::uint64_t)>;
 
+/// Calls fn(begin, end) for positions of a view, in blocks of whole rows of its last axis; on all threads where the
+/// view is large: a benchmark's inputs are a thousand million numbers.
+template <class Fn>
+void in_blocks(const TensorView& view, const Fn& fn) {
+  constexpr std::int64_t kBlock = 1 << 16;
+  const std::int64_t count = view.elements();
+  const std::int64_t row = std::max<std::int64_t>(view.shape[static_cast<std::size_t>(view.rank - 1)], 1);
+  const std::int64_t block = (kBlock + row - 1) / row * row;
+  const std::int64_t blocks = (count + block - 1) / block;
+#pragma omp parallel for schedule(dynamic) if (blocks > 16)
+  for (std::int64_t i = 0; i < blocks; ++i) fn(i * block, std::min(count, (i + 1) * block));
+}
+
 Tensor make_tensor(DType dtype, const Shape& shape, Placement placement, const Make& make) {
   Tensor t(dtype, shape, placement);
-  for_each(t.view, [&](std::byte* at, const Index& index, std::int64_t i) {
-    store_element(at, dtype, make(index, static_cast<std::uint64_t>(i)));
+  in_blocks(t.view, [&](std::int64_t begin, std::int64_t end) {
+    for_each(t.view, begin, end, [&](std::byte* at, const Index& index, std::int64_t i) {
+      store_element(at, dtype, make(index, static_cast<std::uint64_t>(i)));
+    });
   });
   return t;
 }
@@ -341,20 +356,22 @@ Tensor make_tensor(DType dtype, const Shape& shape, Placement placement, const M
 Tensor make_rows(const Case& c, std::uint64_t stream, bool repeat) {
   const Problem& p = c.problem;
   Tensor t(p.dtype, {p.B, p.T, p.H, p.K}, c.strides);
-  std::vector<double> row(static_cast<std::size_t>(p.K));
-  for_each(t.view, [&](std::byte* at, const Index& index, std::int64_t i) {
-    const auto k = static_cast<std::size_t>(index[3]);
-    if (k == 0) {
-      const std::int64_t first = repeat ? (index[0] * p.H + index[2]) * p.K : i;
-      double sum = 0;
-      for (std::size_t j = 0; j < row.size(); ++j) {
-        row[j] = gaussian(stream, static_cast<std::uint64_t>(first) + j);
-        sum += row[j] * row[j];
+  in_blocks(t.view, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<double> row(static_cast<std::size_t>(p.K));
+    for_each(t.view, begin, end, [&](std::byte* at, const Index& index, std::int64_t i) {
+      const auto k = static_cast<std::size_t>(index[3]);
+      if (k == 0) {
+        const std::int64_t first = repeat ? (index[0] * p.H + index[2]) * p.K : i;
+        double sum = 0;
+        for (std::size_t j = 0; j < row.size(); ++j) {
+          row[j] = gaussian(stream, static_cast<std::uint64_t>(first) + j);
+          sum += row[j] * row[j];
+        }
+        const double norm = c.keys == Keys::kRaw || sum == 0 ? 1 : std::sqrt(sum);  // one feature can be exactly 0
+        for (double& x : row) x /= norm;
       }
-      const double norm = c.keys == Keys::kRaw || sum == 0 ? 1 : std::sqrt(sum);  // one feature can be exactly 0
-      for (double& x : row) x /= norm;
-    }
-    store_element(at, p.dtype, row[k]);
+      store_element(at, p.dtype, row[k]);
+    });
   });
   return t;
 }

@@ -7,7 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "rewy/rewy.h"
+#include "target.h"
 
 namespace rewy::tool {
 
@@ -29,7 +31,14 @@ struct DeviceOptions {
   std::string device = "auto";
   int threads = 0;
   void add(CLI::App&);
-  Backend backend() const { return parse_backend(device); }
+  Device target() const { return parse_device(device); }
+  bool on_gpu() const { return names_cuda(device); }
+  /// On a GPU the first backend of its table that serves the problem.
+  Backend backend() const { return on_gpu() ? Backend::kAutomatic : parse_backend(device); }
+  /// Throws DeviceError where a GPU is asked for and none can be used, before any work is done.
+  void require() const {
+    if (on_gpu()) use_device(target());
+  }
 };
 
 /// Words of one problem, as the shell split them; also accepted as one quoted word.

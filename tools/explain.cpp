@@ -18,7 +18,8 @@ void add_explain(CLI::App& app, int&) {
   command->add_option("problem", options->problem, "op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 ...")->required();
   command->callback([options] {
     const Case c = parse_case(joined(options->problem));
-    const Execution execution{.threads = options->device.threads, .backend = options->device.backend()};
+    const Execution execution{
+        .device = options->device.target(), .threads = options->device.threads, .backend = options->device.backend()};
     std::printf("%s\n", format_case(c).c_str());
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       const Explanation explanation = explain(c.problem, direction, execution);
@@ -33,6 +34,7 @@ void add_explain(CLI::App& app, int&) {
       }
       const Bytes bytes = workspace_bytes(c.problem, direction, execution);
       std::printf("  workspace %s", bytes_text(bytes.workspace).c_str());
+      if (bytes.unsaved > 0) std::printf(", and %s where nothing is saved", bytes_text(bytes.unsaved).c_str());
       if (direction == Direction::kForward) std::printf(", saved for the backward %s", bytes_text(bytes.saved).c_str());
       std::printf("\n");
     }

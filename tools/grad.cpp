@@ -26,7 +26,7 @@ struct Options {
   bool verify = false;
 };
 
-/// A file's call, in FP32. Its tensors belong to `data`.
+/// A file's call, in FP32; for a GPU, in the 16-bit type it is stored in. Its tensors belong to `data`.
 struct Layer {
   Data data;
   std::vector<std::string> ignored;
@@ -49,17 +49,18 @@ class LayerReader {
     p.scale = scale_of(o);
     p.policy = parse_policy(o.policy);
     p.variant = {parse_graph(o.graph), parse_intra(o.intra), parse_gram(o.gram)};
+    if (o.device.on_gpu()) choose_types(p, layer);
 
-    d.q = take("q", true);
-    d.k = take("k", true);
-    d.v = take("v", true);
-    d.d_o = take("do", true);
+    d.q = take("q", true, p.dtype);
+    d.k = take("k", true, p.dtype);
+    d.v = take("v", true, p.dtype);
+    d.d_o = take("do", true, p.dtype);
     if (gate_of(p.op) != Gate::kNone) d.g = take("g", true);
     if (strength_of(p.op) == Strength::kShared) {
-      d.beta = take("beta", true);
+      d.beta = take("beta", true, p.strength_dtype);
     } else {
-      d.b = take("b", true);
-      d.w = take("w", true);
+      d.b = take("b", true, p.strength_dtype);
+      d.w = take("w", true, p.strength_dtype);
     }
     d.initial_state = take("initial_state", false);
     d.d_final_state = take("dfinal_state", false);
@@ -123,7 +124,16 @@ class LayerReader {
     return scale;
   }
 
-  Tensor take(const char* name, bool required) {
+  /// A GPU multiplies 16-bit numbers: the queries' type decides, and BF16 where they are wider.
+  void choose_types(Problem& p, Layer& layer) const {
+    const SafetensorsTensor* q = file_.find("q");
+    const bool narrow = q != nullptr && (q->dtype == DType::kBF16 || q->dtype == DType::kF16);
+    p.dtype = narrow ? *q->dtype : DType::kBF16;
+    if (!narrow) layer.warnings.push_back("q is rounded to bf16 for the GPU, as k, v and do are");
+    if (strength_of(p.op) == Strength::kIndependent) p.strength_dtype = p.dtype;
+  }
+
+  Tensor take(const char* name, bool required, DType as = DType::kF32) {
     const SafetensorsTensor* t = file_.find(name);
     if (t == nullptr) {
       if (required) refuse(path_, std::string("tensor '") + name + "' is missing");
@@ -138,7 +148,7 @@ class LayerReader {
       refuse(path_, std::string("tensor '") + name + "': expected element type " +
                         (offsets ? "I32 or I64" : "F64, F32, BF16 or F16") + ", got " + t->dtype_name);
     }
-    return converted(TensorView(t->data.data(), dtype, t->shape), offsets ? dtype : DType::kF32);
+    return converted(TensorView(t->data.data(), dtype, t->shape), offsets ? dtype : as);
   }
 
   void rank(const char* name, const TensorView& view, int expected, const char* shape) const {
@@ -212,7 +222,7 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
     std::fprintf(stderr, "rewy: %s: note: tensor '%s' ignored\n", path.c_str(), name.c_str());
   }
   const std::string out = output_path(o, path);
-  const RunOptions how{.backend = o.device.backend(), .threads = o.device.threads};
+  const RunOptions how{.device = o.device.target(), .backend = o.device.backend(), .threads = o.device.threads};
   Run result = run(layer.data.call(), how);
   if (o.repeats > 1) take_median_times(layer.data.call(), how, o.repeats, result);
 
@@ -220,9 +230,11 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
   std::printf("  problem    %s\n", problem_text(p).c_str());
   std::printf("  ran        %s, policy %s, graph %s, intra %s, gram %s\n", result.backend.c_str(), o.policy.c_str(),
               o.graph.c_str(), o.intra.c_str(), o.gram.c_str());
-  std::printf("  time       forward %s, backward %s, %d threads\n", seconds_text(result.forward_seconds).c_str(),
-              seconds_text(result.backward_seconds).c_str(),
-              o.device.threads == 0 ? default_threads() : o.device.threads);
+  const std::string where =
+      o.device.on_gpu() ? device_info(how.device).name
+                        : std::to_string(o.device.threads == 0 ? default_threads() : o.device.threads) + " threads";
+  std::printf("  time       forward %s, backward %s, %s\n", seconds_text(result.forward_seconds).c_str(),
+              seconds_text(result.backward_seconds).c_str(), where.c_str());
   std::printf("  workspace  forward %s, backward %s, saved between them %s\n",
               bytes_text(result.forward_bytes.workspace).c_str(), bytes_text(result.backward_bytes.workspace).c_str(),
               bytes_text(result.forward_bytes.saved).c_str());
@@ -290,6 +302,7 @@ void check_outputs(const Options& o) {
 }
 
 int grad(const Options& o, const std::string& command) {
+  o.device.require();
   check_outputs(o);
   int status = kSuccess;
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
@@ -326,7 +339,7 @@ void add_grad(CLI::App& app, int& status) {
   command->add_option("files", o->files, "Files with q k v do, g, beta or b w; initial_state dfinal_state cu_seqlens")
       ->required();
   command->add_option("--out", o->out,
-                      "Write o final_state dq dk dv dg dbeta|db dw dinitial_state here (FP32); a "
+                      "Write o final_state dq dk dv dg dbeta|db dw dinitial_state here (FP32, on a GPU as computed); a "
                       "directory where there are several inputs");
   command->add_option("--op", o->op, "Operator; left out: the file's metadata")
       ->check(CLI::IsMember({"deltanet", "gdn", "kda", "gdn2"}));

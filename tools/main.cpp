@@ -19,8 +19,21 @@ std::string command_line() {
 }
 
 void DeviceOptions::add(CLI::App& app) {
-  app.add_option("--device", device, "auto, cpu or reference")
-      ->check(CLI::IsMember({"auto", "cpu", "reference"}))
+  const auto known = [](const std::string& text) -> std::string {
+    try {
+      if (names_cuda(text)) {
+        parse_device(text);
+        return {};
+      }
+    } catch (const Error&) {
+    }
+    for (const char* word : {"auto", "cpu", "reference"}) {
+      if (text == word) return {};
+    }
+    return "expected auto, cpu, reference, cuda or cuda:N, got '" + text + "'";
+  };
+  app.add_option("--device", device, "auto (the CPU), cpu, reference, cuda or cuda:N (a GPU by its number)")
+      ->check(known)
       ->capture_default_str();
   app.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::Range(0, 4096))->capture_default_str();
 }

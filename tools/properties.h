@@ -12,7 +12,11 @@ namespace rewy::tool {
 struct PropertySetting {
   Operator op = Operator::kKda;
   Backend backend = Backend::kAutomatic;
+  Device device{};
 };
+
+/// What a property is about.
+enum class Where : std::uint8_t { kEverywhere, kCpu, kGpu };
 
 /// A backend that fails a property throws std::runtime_error with the element that shows it.
 struct Property {
@@ -20,16 +24,19 @@ struct Property {
   std::string meaning;
   std::function<bool(Operator)> applies;
   std::function<void(const PropertySetting&)> check;
+  Where where = Where::kEverywhere;
+
+  bool holds_on(const Device&) const;
 };
 
 const std::vector<Property>& properties();
 
-/// "property=causality op=kda" for every property and operator it applies to.
-std::vector<std::string> property_lines();
+/// "property=causality op=kda" for every property and operator it applies to on the device.
+std::vector<std::string> property_lines(const Device& = {});
 bool is_property_line(const std::string& text);
 
 /// A row of `rewy check` for a property line. Like check_case(), it turns exceptions into failed rows; a line that
 /// names no property throws rewy::Error.
-CheckResult check_property(const std::string& text, Backend backend);
+CheckResult check_property(const std::string& text, Backend backend, const Device& = {});
 
 }  // namespace rewy::tool

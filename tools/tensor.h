@@ -60,13 +60,17 @@ struct Tensor {
   bool given() const { return view.given(); }
 };
 
-/// Calls fn(element address, index, position in row-major order) for every element.
+/// Calls fn(element address, index, position in row-major order) for the elements at positions [begin, end).
 template <class Fn>
-void for_each(const TensorView& view, Fn&& fn) {
-  const std::int64_t count = view.given() ? view.elements() : 0;
+void for_each(const TensorView& view, std::int64_t begin, std::int64_t end, Fn&& fn) {
   const auto width = static_cast<std::int64_t>(size_of(view.dtype));
   Index index{};
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (std::int64_t rest = begin, axis = view.rank - 1; axis >= 0 && begin < end; --axis) {
+    const auto a = static_cast<std::size_t>(axis);
+    index[a] = rest % view.shape[a];
+    rest /= view.shape[a];
+  }
+  for (std::int64_t i = begin; i < end; ++i) {
     std::int64_t offset = 0;
     for (int axis = 0; axis < view.rank; ++axis) {
       offset += index[static_cast<std::size_t>(axis)] * view.strides[static_cast<std::size_t>(axis)];
@@ -78,6 +82,12 @@ void for_each(const TensorView& view, Fn&& fn) {
       index[a] = 0;
     }
   }
+}
+
+/// The same for every element.
+template <class Fn>
+void for_each(const TensorView& view, Fn&& fn) {
+  for_each(view, 0, view.given() ? view.elements() : 0, fn);
 }
 
 std::vector<double> values(const TensorView&);  ///< row-major

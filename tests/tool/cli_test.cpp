@@ -264,6 +264,40 @@ TEST_F(Cli, BenchTimesAndReports) {
   EXPECT_EQ(rewy("bench").status, 2);
 }
 
+TEST_F(Cli, DevicesAreNamedOrRefused) {
+  for (const char* word : {"gpu", "cuda:", "cuda:x", "cuda:-1", "CUDA"}) {
+    const Ran r = rewy(std::string("info --device ") + word);
+    EXPECT_EQ(r.status, 2) << word;
+    EXPECT_NE(r.err.find("cuda:N"), std::string::npos) << r.err;
+  }
+  EXPECT_EQ(rewy("info --device cpu").status, 0);
+}
+
+TEST_F(Cli, WithoutAGpuEveryCommandSaysSoInOneLine) {
+  if (rewy("info --device cuda").status == 0) GTEST_SKIP() << "this machine has a GPU";
+  const std::string file = layer("op=kda T=8 H=1 K=8 dtype=bf16");
+  for (const std::string& command : {std::string("info"), std::string("check op=kda T=8 H=1 K=8"),
+                                     std::string("bench op=kda T=8 H=1 K=8"), "grad " + file}) {
+    const Ran r = rewy(command + " --device cuda");
+    EXPECT_EQ(r.status, 2) << command;
+    EXPECT_TRUE(r.err.starts_with("rewy: --device cuda: ")) << r.err;
+    EXPECT_TRUE(r.err.find("CUDA backend") != std::string::npos || r.err.find("no usable GPU") != std::string::npos)
+        << r.err;
+    EXPECT_NE(r.err.find("CPU"), std::string::npos) << r.err;
+    EXPECT_EQ(std::count(r.err.begin(), r.err.end(), '\n'), 1) << r.err;
+  }
+}
+
+TEST_F(Cli, CheckOnSeveralJobsKeepsTheOrder) {
+  std::ofstream(at("list.txt")) << "op=kda T=5 H=1 K=8\nop=gdn T=5 H=2 HV=3 K=8\nop=gdn T=70 H=1 K=8\n";
+  const Ran r = rewy("check --jobs 3 --repeat 2 --cases " + at("list.txt"));
+  EXPECT_EQ(r.status, 1);
+  EXPECT_NE(r.out.find("2 passed, 1 failed\n"), std::string::npos) << r.out;
+  EXPECT_LT(r.out.find("op=kda T=5"), r.out.find("HV=3"));
+  EXPECT_LT(r.out.find("HV=3"), r.out.find("T=70"));
+  EXPECT_NE(rewy("check --filter T=70 --cases " + at("list.txt")).out.find("1 passed"), std::string::npos);
+}
+
 // A report is written like any output: a link is followed, and a pipe or device is never replaced by a file.
 TEST_F(Cli, ReportsFollowLinksAndLeavePipesAlone) {
   const std::string file = layer("op=gdn T=20 H=1 K=8 V=8");

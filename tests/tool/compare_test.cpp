@@ -46,6 +46,31 @@ TEST(Compare, ExpectsInfinityWhereHalfPrecisionEnds) {
   EXPECT_FALSE(judge({65504, 1}, {70000, 1}, DType::kF16).passed);
 }
 
+TEST(Tolerance, OfSixteenBitProductsIsTheContractForEveryOutput) {
+  for (const DType stored : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const Keys keys : {Keys::kNormal, Keys::kRepeat, Keys::kRaw}) {
+      for (const char* output : {"o", "final_state", "dq", "dk", "dv", "dinitial_state"}) {
+        EXPECT_EQ(tolerance(output, stored, keys, Products::k16Bit).relative, 0.008) << output;
+      }
+      for (const char* output : {"dg", "dbeta", "db", "dw"}) {
+        EXPECT_EQ(tolerance(output, stored, keys, Products::k16Bit).relative, 0.02) << output;
+      }
+      EXPECT_EQ(tolerance("dq", stored, keys, Products::k16Bit).absolute, 1e-6);
+    }
+  }
+}
+
+TEST(Tolerance, OfWideProductsFollowsTheStorage) {
+  EXPECT_EQ(tolerance("o", DType::kF32).relative, 2e-5);
+  EXPECT_EQ(tolerance("dg", DType::kF32).relative, 1e-4);
+  EXPECT_EQ(tolerance("o", DType::kF32, Keys::kRepeat).relative, 20 * 2e-5);
+  EXPECT_EQ(tolerance("o", DType::kBF16).relative, 0.008);
+  EXPECT_EQ(tolerance("dg", DType::kF16).relative, 0.02);
+  EXPECT_EQ(tolerance("o", DType::kF64).relative, 1e-10);
+  EXPECT_EQ(products_of(Device{}), Products::kWide);
+  EXPECT_EQ(products_of(Device{DeviceKind::kCuda, 1}), Products::k16Bit);
+}
+
 TEST(FirstDifference, SeesOneBit) {
   const Tensor a = tensor(DType::kF32, {1, 2});
   EXPECT_FALSE(first_difference(a.view, tensor(DType::kF32, {1, 2}).view));
@@ -71,6 +96,26 @@ TEST(Run, CountsTheLocalPullbackOfBothGraphs) {
   EXPECT_EQ(local("expanded").products, 7);
   EXPECT_NEAR(static_cast<double>(local("rewy").dense) * 1e-6, 4.19, 0.01);
   EXPECT_NEAR(static_cast<double>(local("expanded").dense) * 1e-6, 7.34, 0.01);
+}
+
+TEST(CheckCase, RunsAgainForTheSameBits) {
+  EXPECT_TRUE(check_case("op=kda T=70 H=2 K=16 h0=1 dht=1", {.backend = Backend::kCpu}, 4).passed);
+}
+
+TEST(PlacedCall, CanBeIssuedAgain) {
+  const Data data = make_data(parse_case("op=gdn T=70 H=1 K=16 h0=1 dht=1"));
+  const RunOptions options{.backend = Backend::kCpu};
+  PlacedCall placed(data.call(), options);
+  for (int i = 0; i < 2; ++i) {
+    placed.forward();
+    placed.backward();
+  }
+  placed.finish();
+  const tool::Run twice = placed.collect();
+  const tool::Run once = run(data.call(), options);
+  for (const Output& output : once.outputs) {
+    EXPECT_EQ(first_difference(output.tensor.view, twice[output.name]).value_or(""), "") << output.name;
+  }
 }
 
 TEST(CheckCase, FailsWithTheReasonOfARefusal) {

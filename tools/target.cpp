@@ -1,0 +1,49 @@
+#include "target.h"
+
+#include <charconv>
+
+namespace rewy::tool {
+
+bool names_cuda(std::string_view text) {
+  return text == "cuda" || text.starts_with("cuda:");
+}
+
+Device parse_device(std::string_view text) {
+  if (!names_cuda(text)) return {};
+  Device device{DeviceKind::kCuda, 0};
+  if (text == "cuda") return device;
+  const std::string_view index = text.substr(text.find(':') + 1);
+  const auto [end, error] = std::from_chars(index.data(), index.data() + index.size(), device.index);
+  if (error != std::errc{} || end != index.data() + index.size() || device.index < 0) {
+    throw Error("device", "index", "cuda, or cuda:N with N from 0", "'" + std::string(text) + "'");
+  }
+  return device;
+}
+
+std::string device_text(const Device& device) {
+  std::string text(name(device.kind));
+  if (device.kind == DeviceKind::kCuda) text += ":" + std::to_string(device.index);
+  return text;
+}
+
+Case for_device(Case c, const Device& device) {
+  if (device.kind == DeviceKind::kCpu) return c;
+  Problem& p = c.problem;
+  if (p.dtype == DType::kF32) p.dtype = DType::kBF16;
+  if (strength_of(p.op) == Strength::kIndependent) p.strength_dtype = p.dtype;
+  return c;
+}
+
+Service service(const Case& c, const Device& device) {
+  if (device.kind == DeviceKind::kCpu) return {};
+  using Kind = Service::Kind;
+  const Problem& p = c.problem;
+  const auto width = [](std::int64_t x) { return x % 8 == 0 && x <= 256; };
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return {Kind::kDeclined, "data that are neither bf16 nor f16"};
+  if (!width(p.K) || !width(p.V)) return {Kind::kDeclined, "a width above 256 or no multiple of 8"};
+  if (p.variant != Variant{}) return {Kind::kDeclined, "a derivative graph other than the default"};
+  if (c.strides != Placement::kDense) return {Kind::kMayDecline, "strides that are not a dense tensor's"};
+  return {};
+}
+
+}  // namespace rewy::tool
