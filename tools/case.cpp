@@ -31,7 +31,7 @@ std::string number_text(double value) {
 
 // Words of the enums, in the order of the enumerators.
 constexpr std::array<std::string_view, 3> kKeysWords{"normal", "repeat", "raw"};
-constexpr std::array<std::string_view, 3> kStridesWords{"dense", "packed", "odd"};
+constexpr std::array<std::string_view, 4> kStridesWords{"dense", "packed", "odd", "aligned"};
 constexpr std::array<std::string_view, 6> kBetaWords{"mild", "zero3", "zero", "one", "two", "tiny"};
 constexpr std::array<std::string_view, 11> kGateWords{"none",    "zero",  "mild",  "strong",  "bounded", "mixed",
                                                       "trained", "const", "reset", "perhead", "positive"};

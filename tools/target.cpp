@@ -31,6 +31,7 @@ Case for_device(Case c, const Device& device) {
   Problem& p = c.problem;
   if (p.dtype == DType::kF32) p.dtype = DType::kBF16;
   if (strength_of(p.op) == Strength::kIndependent) p.strength_dtype = p.dtype;
+  if (c.strides == Placement::kPacked) c.strides = Placement::kAligned;
   return c;
 }
 
@@ -42,7 +43,7 @@ Service service(const Case& c, const Device& device) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return {Kind::kDeclined, "data that are neither bf16 nor f16"};
   if (!width(p.K) || !width(p.V)) return {Kind::kDeclined, "a width above 256 or no multiple of 8"};
   if (p.variant != Variant{}) return {Kind::kDeclined, "a derivative graph other than the default"};
-  if (c.strides != Placement::kDense) return {Kind::kMayDecline, "strides that are not a dense tensor's"};
+  if (c.strides == Placement::kOdd) return {Kind::kMayDecline, "a last axis that is not contiguous"};
   return {};
 }
 

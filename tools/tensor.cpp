@@ -130,12 +130,13 @@ Tensor::Tensor(DType dtype, const Shape& shape, Placement placement) {
   };
   if (placement == Placement::kDense || rank < 3) {
     for (int axis = rank - 1; axis >= 0; --axis) lay(axis, 1);
-  } else if (placement == Placement::kPacked) {
-    // [B, T, HV]: every second value belongs to another tensor. [B, T, H, D]: heads side by side, 3 + 5 neighbours.
+  } else if (placement == Placement::kPacked || placement == Placement::kAligned) {
+    // [B, T, HV]: every second value belongs to another tensor. [B, T, H, D]: heads side by side, 3 + 5 neighbours, or
+    // 8 before them.
     const int first_inner = 2;
     for (int axis = rank - 1; axis >= first_inner; --axis) lay(axis, rank == 3 ? 2 : 1);
     count += 8;
-    origin = 3;
+    origin = placement == Placement::kPacked ? 3 : 8;
     lay(1, 1);
     lay(0, 1);
     count += origin;

@@ -48,7 +48,8 @@ class Buffer {
 enum class Placement : std::uint8_t {
   kDense,   ///< row-major
   kPacked,  ///< cut out of a wider projection: every token's row has neighbours; scalars interleaved with others
-  kOdd      ///< heads before tokens, tokens backwards, last stride 2, stride 7919 on axes of one element
+  kOdd,     ///< heads before tokens, tokens backwards, last stride 2, stride 7919 on axes of one element
+  kAligned  ///< as kPacked, with every row of a multiple of 8 elements at a multiple of 16 bytes
 };
 
 struct Tensor {

@@ -95,7 +95,7 @@ TEST(Case, ListsHaveCommentsAndBlankLines) {
 TEST(Data, IsTheSameForEveryPlacementAndOnEveryPlatform) {
   const std::string text = "op=kda B=2 T=7 H=2 K=8 V=5 gate=mixed h0=1";
   const Data dense = make_data(parse_case(text));
-  for (const char* strides : {" strides=packed", " strides=odd"}) {
+  for (const char* strides : {" strides=packed", " strides=odd", " strides=aligned"}) {
     const Data other = make_data(parse_case(text + strides));
     EXPECT_EQ(values(dense.q.view), values(other.q.view));
     EXPECT_EQ(values(dense.g.view), values(other.g.view));

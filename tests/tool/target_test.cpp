@@ -49,6 +49,16 @@ TEST(Target, KnowsWhatAGpuDeclines) {
     EXPECT_EQ(service(parse_case(text), {}).kind, Kind::kServed);
   }
   EXPECT_EQ(kind("op=kda T=5 H=1 K=8 strides=odd"), Kind::kMayDecline);
+  EXPECT_EQ(kind("op=kda T=5 H=1 K=8 strides=packed"), Kind::kServed);
+  const Data cut = make_data(on_gpu("op=gdn2 B=2 T=5 H=1 HV=2 K=24 V=40 strides=packed"));
+  for (const Tensor* t : {&cut.q, &cut.v, &cut.g, &cut.b, &cut.w}) {
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(t->view.data) % 16, 0u);
+    EXPECT_GT(t->view.strides[1], t->view.shape[2] * t->view.shape[3]);
+    for (int axis = 0; axis < 3; ++axis) {
+      const auto stride = t->view.strides[static_cast<std::size_t>(axis)];
+      EXPECT_EQ(stride * static_cast<std::int64_t>(size_of(t->view.dtype)) % 16, 0);
+    }
+  }
 }
 
 TEST(Target, PropertiesOfAGpuAreItsOwn) {
