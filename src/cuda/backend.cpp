@@ -91,15 +91,16 @@ bool is_half(DType t) {
   return t == DType::kBF16 || t == DType::kF16;
 }
 
-/// Rows are counted in 32 bits in chunk tables and grids.
+/// Tokens, sequences and chunks are counted in 32 bits, in chunk tables and grids. A scan has up to 32 blocks a
+/// sequence and head: 16 columns each, in two directions.
 bool counts_fit(const Problem& p) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  const auto product_fits = [](std::int64_t a, std::int64_t b) {
+  const auto product_fits = [](std::int64_t a, std::int64_t b, std::int64_t most) {
     std::int64_t product = 0;
-    return !__builtin_mul_overflow(a, b, &product) && product <= kMost;
+    return !__builtin_mul_overflow(a, b, &product) && product <= most;
   };
-  return p.T <= kMost && p.HV <= kMost && p.sequences() < kMost && product_fits(p.sequences(), p.HV) &&
-         product_fits(most_chunks(p), p.HV);
+  return p.T <= kMost && p.HV <= kMost && product_fits(p.sequences(), p.HV, kMost / 32) &&
+         product_fits(most_chunks(p), p.HV, kMost);
 }
 
 Kind kind_of(const Problem& p) {
@@ -107,7 +108,7 @@ Kind kind_of(const Problem& p) {
 }
 
 /// What does not depend on the device comes first, so that it is answered without one.
-std::string declines_cuda(const Problem& p, Direction, const Execution& execution) {
+std::string declines_cuda(const Problem& p, Direction direction, const Execution& execution) {
   if (!is_half(p.dtype)) return "dtype " + std::string(name(p.dtype)) + " is neither bf16 nor f16";
   if (strength_of(p.op) == Strength::kIndependent && p.strength_dtype != p.dtype) {
     return "strength_dtype " + std::string(name(p.strength_dtype)) + " is not dtype " + std::string(name(p.dtype));
@@ -116,7 +117,7 @@ std::string declines_cuda(const Problem& p, Direction, const Execution& executio
   if (!is_width(p.V)) return "V = " + std::to_string(p.V) + " is not a multiple of 8 from 8 to 256";
   if (p.variant != Variant{}) return "the choice of a derivative graph is the CPU backend's";
   if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";
-  if (!counts_fit(p)) return "T, sequences * HV or chunks * HV reach 2^31";
+  if (!counts_fit(p)) return "T or chunks * HV reaches 2^31, or sequences * HV 2^26";
 
   const auto [limits, problem] = device_limits(execution.device.index);
   if (!problem.empty()) return problem;
@@ -125,9 +126,17 @@ std::string declines_cuda(const Problem& p, Direction, const Execution& executio
     return device + " has compute capability " + std::to_string(limits.compute_capability / 10) + "." +
            std::to_string(limits.compute_capability % 10) + ", below 8.0";
   }
-  if (const int need = shared_bytes_needed(kind_of(p), p.K, p.V); need > limits.shared_bytes_per_block) {
+  const auto lacks = [&](int need) { return need > limits.shared_bytes_per_block; };
+  const auto memory = [&](int need, const std::string& what) {
     return device + " has " + std::to_string(limits.shared_bytes_per_block) + " bytes of shared memory a block, " +
-           std::to_string(need) + " are needed";
+           what + " needs " + std::to_string(need);
+  };
+  if (const int need = scan_shared_bytes(kind_of(p), p.K); lacks(need)) {
+    return memory(need, "K = " + std::to_string(p.K));
+  }
+  const std::int64_t group = p.HV / p.H;
+  if (const int need = pullback_shared_bytes(kind_of(p), group); direction == Direction::kBackward && lacks(need)) {
+    return memory(need, "HV / H = " + std::to_string(group));
   }
   return {};
 }

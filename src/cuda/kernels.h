@@ -42,7 +42,9 @@ void launch_scan_both(const Params&, const Kind&, const DeviceLimits&, bool stat
 /// Every input gradient (docs/kernels/pullback.md).
 void launch_pullback(const Params&, const Kind&, const DeviceLimits&, cudaStream_t);
 
-/// Dynamic shared memory that the launches above take at these widths; what a device must offer.
-int shared_bytes_needed(const Kind&, std::int64_t K, std::int64_t V);
+/// Dynamic shared memory that a device must offer a block of the scans, and of the pullback of `group` = HV / H heads.
+/// prepare takes what every device of compute capability 8.0 and up has.
+int scan_shared_bytes(const Kind&, std::int64_t K);
+int pullback_shared_bytes(const Kind&, std::int64_t group);
 
 }  // namespace rewy::cuda

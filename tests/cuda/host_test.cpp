@@ -68,7 +68,7 @@ TEST(CudaDeclines, ByProblem) {
   EXPECT_EQ(declines(with([](Problem& p) { p.scale = 1e300; })), "scale is beyond the range of FP32");
   EXPECT_EQ(declines(with([](Problem& p) { p.op = Operator::kGdn2, p.strength_dtype = DType::kF32; })),
             "strength_dtype f32 is not dtype bf16");
-  const char* counts = "T, sequences * HV or chunks * HV reach 2^31";
+  const char* counts = "T or chunks * HV reaches 2^31, or sequences * HV 2^26";
   EXPECT_EQ(declines(with([](Problem& p) { p.T = std::int64_t{1} << 31; })), counts);
   EXPECT_EQ(declines(with([](Problem& p) { p.B = std::int64_t{1} << 27, p.T = 1; })), counts);
   EXPECT_EQ(declines(with([](Problem& p) { p.segments = std::int64_t{1} << 27; })), counts);

@@ -111,8 +111,24 @@ void launch_operator(const Params& p, Operator op, cudaStream_t stream) {
   }
 }
 
+template <class T>
+int operator_bytes(Operator op, int group) {
+  if (strength_of(op) == Strength::kIndependent) {
+    return shared_bytes<Config<T, Gate::kVector, Strength::kIndependent>>(group);
+  }
+  if (gate_of(op) == Gate::kVector) return shared_bytes<Config<T, Gate::kVector, Strength::kShared>>(group);
+  return shared_bytes<Config<T, Gate::kScalar, Strength::kShared>>(group);
+}
+
 }  // namespace
 }  // namespace pullback
+
+int pullback_shared_bytes(const Kind& kind, std::int64_t group) {
+  constexpr std::int64_t kMostHeads = 1 << 16;  // more than any device's memory, without overflow
+  const int heads = static_cast<int>(group < kMostHeads ? group : kMostHeads);
+  return kind.dtype == DType::kBF16 ? pullback::operator_bytes<ptx::BFloat>(kind.op, heads)
+                                    : pullback::operator_bytes<ptx::Half>(kind.op, heads);
+}
 
 void launch_pullback(const Params& p, const Kind& kind, const DeviceLimits&, cudaStream_t stream) {
   if (kind.dtype == DType::kBF16) {

@@ -656,6 +656,14 @@ void with_config(const Params& p, const Kind& kind, Fn&& fn) {
 
 }  // namespace
 
+int scan_shared_bytes(const Kind& kind, std::int64_t K) {
+  Params p{};
+  p.K = static_cast<std::int32_t>(K);
+  int bytes = 0;
+  with_config(p, kind, [&]<class C>() { bytes = shared_bytes<C>(1); });
+  return bytes;
+}
+
 void launch_scan_output(const Params& p, const Kind& kind, const DeviceLimits& device, cudaStream_t stream) {
   with_config(p, kind, [&]<class C>() { launch<C, true>(p, device, false, stream); });
 }
