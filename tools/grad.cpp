@@ -22,8 +22,9 @@ struct Options {
   std::vector<std::string> files;
   std::string out, json, op, policy = "recompute", graph = "rewy", intra = "matrix", gram = "on";
   std::optional<double> scale;
+  std::string against;
   int repeats = 1;
-  bool verify = false;
+  bool verify = false, zero_state = false;
 };
 
 /// A file's call, in FP32; for a GPU, in the 16-bit type it is stored in. Its tensors belong to `data`.
@@ -65,7 +66,6 @@ class LayerReader {
     d.initial_state = take("initial_state", false);
     d.d_final_state = take("dfinal_state", false);
     d.cu_seqlens = take("cu_seqlens", false);
-
     rank("q", d.q.view, 4, "[B, T, H, K]");
     rank("v", d.v.view, 4, "[B, T, HV, V]");
     const auto& q = d.q.view.shape;
@@ -80,6 +80,10 @@ class LayerReader {
       rank("cu_seqlens", d.cu_seqlens.view, 1, "[N + 1]");
       if (d.cu_seqlens.view.shape[0] < 1) refuse(path_, "tensor 'cu_seqlens': expected [N + 1] offsets, got none");
       p.segments = d.cu_seqlens.view.shape[0] - 1;
+    }
+    if (o.zero_state && !d.initial_state.given()) {
+      d.initial_state = Tensor(DType::kF32, {p.sequences(), p.HV, p.K, p.V});
+      fill(d.initial_state.view, 0);
     }
 
     for (const SafetensorsTensor& t : file_.tensors()) {
@@ -211,6 +215,34 @@ void take_median_times(const Call& call, const RunOptions& how, int repeats, Run
   result.backward_seconds = median(std::move(backward));
 }
 
+/// Errors of another implementation on the files at hand: {"kda": {"o": 0.0036, ...}, ...}.
+nlohmann::json read_errors(const std::string& path) {
+  if (path.empty()) return {};
+  nlohmann::json errors = nlohmann::json::parse(read_text(path), nullptr, false);
+  if (!errors.is_object()) refuse(path, "expected a JSON object of operators, each with errors by output");
+  return errors;
+}
+
+/// Prints both errors of every output that the other one has; whether none here is above 1.1 of its.
+bool print_against(const std::vector<Comparison>& ours, const nlohmann::json& theirs, const std::string& path,
+                   nlohmann::ordered_json& report) {
+  constexpr double kMost = 1.1;
+  Table table({"output", "here", "there", "ratio"});
+  bool passed = true;
+  for (const Comparison& c : ours) {
+    const auto found = theirs.find(c.output);
+    if (found == theirs.end() || !found->is_number()) continue;
+    const double ratio = c.relative / found->get<double>();
+    passed = passed && ratio <= kMost;
+    table.add({c.output, printf_text("%.2e", c.relative), printf_text("%.2e", found->get<double>()),
+               printf_text("%.2f", ratio)});
+    report[c.output] = {{"here", c.relative}, {"there", found->get<double>()}, {"ratio", ratio}};
+  }
+  std::printf("  errors against those of %s: %s\n%s", path.c_str(),
+              passed ? "none above 1.1 of them" : "SOME ABOVE 1.1 OF THEM", table.text("    ").c_str());
+  return passed;
+}
+
 /// The exit status of one file; bad input throws.
 int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json& report) {
   Layer layer = LayerReader(path).read(o);
@@ -246,7 +278,9 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
 
   bool passed = true;
   std::vector<Comparison> errors;
-  if (o.verify) {
+  const nlohmann::json others = read_errors(o.against);
+  nlohmann::ordered_json against;
+  if (o.verify || !o.against.empty()) {
     // The reference takes about a second for 1e8 state elements updated.
     constexpr double kSlow = 1e8;
     const double updates = static_cast<double>(p.B * p.T * p.HV) * static_cast<double>(p.K * p.V);
@@ -257,6 +291,9 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
     for (const Comparison& c : errors) passed = passed && c.passed;
     std::printf("  errors against the FP64 reference: %s\n%s", passed ? "all as small as they should be" : "TOO LARGE",
                 error_table(errors, "    ").c_str());
+    if (const auto theirs = others.find(name(p.op)); theirs != others.end()) {
+      passed = print_against(errors, *theirs, o.against, against) && passed;
+    }
   }
   if (!out.empty()) {
     write_outputs(out, result, p);
@@ -286,7 +323,8 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
             {"warnings", layer.warnings},
             {"ignored", layer.ignored}};
   if (p.segments) report["segments"] = *p.segments;
-  if (o.verify) report["errors"] = to_json(errors);
+  if (!errors.empty()) report["errors"] = to_json(errors);
+  if (!against.empty()) report["against"] = against;
   return passed ? kSuccess : kFailedChecks;
 }
 
@@ -357,6 +395,11 @@ void add_grad(CLI::App& app, int& status) {
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
   command->add_flag("--verify", o->verify, "Compare every output with the FP64 reference; exit status 1 if one is off");
+  command->add_option("--against", o->against,
+                      "Verify, and compare with another implementation's errors on the same files, such as "
+                      "examples/layers/fla.json; exit status 1 if one here is above 1.1 of the other's");
+  command->add_flag("--zero-state", o->zero_state,
+                    "Give an initial state of zeros where a file has none, so that its gradient is computed");
   command->add_option("--repeats", o->repeats, "Run so often and give the median times; the first run is the warm-up")
       ->check(CLI::Range(1, 1000000))
       ->capture_default_str();

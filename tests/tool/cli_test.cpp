@@ -124,6 +124,19 @@ TEST_F(Cli, GradReportsAsJson) {
   EXPECT_NE(r.out.find("7.34"), std::string::npos) << r.out;
 }
 
+TEST_F(Cli, GradComparesWithAnotherImplementation) {
+  const std::string in = layer("op=gdn T=9 H=1 K=8");
+  std::ofstream(at("coarse.json")) << R"({"gdn": {"o": 0.01, "dg": 0.01, "dinitial_state": 0.01}})";
+  std::ofstream(at("fine.json")) << R"({"gdn": {"o": 1e-30}})";
+  const Ran coarse = rewy("grad " + in + " --zero-state --against " + at("coarse.json") + " --json " + at("r.json"));
+  EXPECT_EQ(coarse.status, 0) << coarse.out << coarse.err;
+  EXPECT_NE(coarse.out.find("none above 1.1"), std::string::npos) << coarse.out;
+  EXPECT_EQ(nlohmann::json::parse(read_text(at("r.json")))["files"][0]["against"].size(), 3u);
+  EXPECT_EQ(rewy("grad " + in + " --against " + at("fine.json")).status, 1);
+  std::ofstream(at("bad.json")) << "{";
+  EXPECT_EQ(rewy("grad " + in + " --against " + at("bad.json")).status, 2);
+}
+
 TEST_F(Cli, GradRunsOnTheReference) {
   const Ran r = rewy("grad " + layer("op=gdn T=9 H=1 K=8") + " --device reference --verify");
   EXPECT_EQ(r.status, 0) << r.err;
