@@ -170,6 +170,11 @@ void copy_to_host(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes > 0) check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "a copy from the device");
 }
 
+void copy_on_device(std::byte* to, const std::byte* from, std::size_t bytes) {
+  check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice), "a copy on the device");
+  check(cudaStreamSynchronize(cudaStreamLegacy), "a copy on the device");
+}
+
 DeviceCopy::DeviceCopy(const TensorView& host, const Device& device) : view_(host) {
   const Extent extent = extent_of(host);
   host_ = static_cast<const std::byte*>(host.data) - extent.before;
@@ -181,10 +186,11 @@ DeviceCopy::DeviceCopy(const TensorView& host, const Device& device) : view_(hos
   view_.device = device;
 }
 
-void DeviceCopy::refresh(const TensorView& host) const {
+void DeviceCopy::refresh(const TensorView& host) {
   const Extent extent = extent_of(host);
   if (extent.bytes != bytes_) throw DeviceError("a tensor of another extent cannot replace a device copy");
-  copy_to_device(memory_.data() + offset_, static_cast<const std::byte*>(host.data) - extent.before, bytes_);
+  host_ = static_cast<const std::byte*>(host.data) - extent.before;
+  copy_to_device(memory_.data() + offset_, host_, bytes_);
 }
 
 bool DeviceCopy::unchanged() const {

@@ -71,14 +71,15 @@ class DeviceMemory {
 
 void copy_to_device(std::byte* to, const std::byte* from, std::size_t bytes);
 void copy_to_host(std::byte* to, const std::byte* from, std::size_t bytes);
+void copy_on_device(std::byte* to, const std::byte* from, std::size_t bytes);
 
 /// A host view's elements on the device with everything that lies between them, at the same alignment.
 class DeviceCopy {
  public:
   DeviceCopy(const TensorView& host, const Device&);
   const TensorView& view() const { return view_; }
-  /// The host's bytes once more, at the same addresses.
-  void refresh(const TensorView& host) const;
+  /// The bytes of another host view of the same extent, at the same addresses.
+  void refresh(const TensorView& host);
   /// True unless a byte, also between elements and around them, is no longer the host's.
   bool unchanged() const;
 

@@ -50,11 +50,15 @@ void copy_to_host(std::byte*, const std::byte*, std::size_t) {
   refuse();
 }
 
+void copy_on_device(std::byte*, const std::byte*, std::size_t) {
+  refuse();
+}
+
 DeviceCopy::DeviceCopy(const TensorView&, const Device&) {
   refuse();
 }
 
-void DeviceCopy::refresh(const TensorView&) const {
+void DeviceCopy::refresh(const TensorView&) {
   refuse();
 }
 

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "huge.h"
 #include "target.h"
 
 namespace rewy::tool {
@@ -562,6 +563,10 @@ void on_streams_at_once(const PropertySetting& s) {
   }
 }
 
+void beyond_32_bits(const PropertySetting& s) {
+  check_huge(s.op, s.device);
+}
+
 bool any(Operator) {
   return true;
 }
@@ -597,7 +602,9 @@ const std::vector<Property>& properties() {
       {"graphs", "all derivative graphs give the same gradients", any, graphs_agree, Where::kCpu},
       {"refusals", "calls with wrong arguments are refused", any, bad_calls_refused},
       {"capture", "a captured graph computes with the contents of its replay", any, captured_in_a_graph, Where::kGpu},
-      {"streams", "calls on several streams at once do not disturb each other", any, on_streams_at_once, Where::kGpu}};
+      {"streams", "calls on several streams at once do not disturb each other", any, on_streams_at_once, Where::kGpu},
+      {"huge", "offsets beyond 2^31 elements: every batch row gives the bits it gives alone", any, beyond_32_bits,
+       Where::kGpu, true}};
   return all;
 }
 
@@ -608,7 +615,7 @@ bool Property::holds_on(const Device& device) const {
 std::vector<std::string> property_lines(const Device& device) {
   std::vector<std::string> lines;
   for (const Property& property : properties()) {
-    if (!property.holds_on(device)) continue;
+    if (!property.holds_on(device) || property.by_name_only) continue;
     for (const Operator op : {Operator::kDeltaNet, Operator::kGdn, Operator::kKda, Operator::kGdn2}) {
       if (property.applies(op)) lines.push_back("property=" + property.name + " op=" + std::string(name(op)));
     }

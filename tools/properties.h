@@ -25,6 +25,7 @@ struct Property {
   std::function<bool(Operator)> applies;
   std::function<void(const PropertySetting&)> check;
   Where where = Where::kEverywhere;
+  bool by_name_only = false;  ///< too large for a list that runs anywhere
 
   bool holds_on(const Device&) const;
 };

@@ -69,6 +69,7 @@ TEST(Target, PropertiesOfAGpuAreItsOwn) {
   EXPECT_TRUE(has(gpu, "property=capture op=kda") && has(gpu, "property=streams op=gdn2"));
   EXPECT_FALSE(has(cpu, "property=capture op=kda") || has(gpu, "property=graphs op=kda"));
   EXPECT_TRUE(has(gpu, "property=causality op=gdn") && has(cpu, "property=causality op=gdn"));
+  EXPECT_FALSE(has(gpu, "property=huge op=kda"));  // by name only
   EXPECT_THROW(check_property("property=capture op=kda", Backend::kCpu), Error);
 }
 
