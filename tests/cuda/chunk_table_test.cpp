@@ -110,12 +110,12 @@ void check_offsets(const std::vector<std::int64_t>& offsets, std::int64_t T, std
                 a.last == b.last)
         << "slot " << i << ": token " << a.token << " of " << a.sequence << ", " << a.tokens << " tokens";
   }
-  // Elements of `row` a token, tokens `stride` apart; stride 1: heads outermost.
-  const auto zeroed = [&](const auto& values, std::int64_t stride, std::int64_t row) {
+  // Elements of `row` a token, a token each `token` of them; 1: heads outermost.
+  const auto zeroed = [&](const auto& values, std::int64_t token, std::int64_t row) {
     for (std::size_t i = 0; i < values.size(); ++i) {
       const auto at = static_cast<std::int64_t>(i);
-      const std::int64_t t = stride == 1 ? at % T : at / stride;
-      const bool element = stride == 1 || at % stride < row;
+      const std::int64_t t = token == 1 ? at % T : at / token;
+      const bool element = token == 1 || at % token < row;
       ASSERT_EQ(values[i] == 0, element && (t < e.begin || t >= e.end)) << "element " << i << " of token " << t;
     }
   };
