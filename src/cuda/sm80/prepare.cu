@@ -83,6 +83,21 @@ __device__ __forceinline__ void copy_async_4(const void* to, const float* from, 
                : "memory");
 }
 
+/// Step 1: [64, 64] 16-bit elements from `column` on, zero past the tail and past K. Rows of 128 bytes, swizzled for
+/// ldmatrix or plain.
+template <class T, bool kSwizzled>
+__device__ __forceinline__ void copy_rows(unsigned char* tile, const Rows& rows, const ChunkAt& at, int head,
+                                          int column, int width, int thread) {
+  const int row = thread >> 3, first = (thread & 7) * 8;
+  const T* from = row_pointer<T>(rows, at.batch, at.token + row, head) + column + first;
+  const std::uint32_t to =
+      ptx::shared_address(tile) + (kSwizzled ? tile_offset(row, first) : row * kRowBytes + 2 * first);
+#pragma unroll
+  for (int r = 0; r < kTile; r += kThreads / 8, from += kThreads / 8 * rows.token) {
+    ptx::copy_async_16(to + r * kRowBytes, from, row + r < at.tokens && column + first < width);
+  }
+}
+
 /// x, as if computed here: what follows from it is not kept in registers from one feature tile to the next, where the
 /// addresses of all steps would crowd out the sums.
 __device__ __forceinline__ int fresh(int x) {
@@ -125,19 +140,15 @@ template <class Config>
 __device__ __forceinline__ void scalar_products(const Params& p, SharedStorage<Config>& shared) {
   using T = typename Config::T;
   const Work& work = shared.work;
-  const int thread = threadIdx.x, warp = thread >> 5, tokens = work.at.tokens;
-  const T* q = row_pointer<T>(p.q, work.at.batch, work.at.token, work.query_head);
-  const T* k = row_pointer<T>(p.k, work.at.batch, work.at.token, work.query_head);
+  const int thread = threadIdx.x, warp = thread >> 5;
   auto& operands = shared.operands;
   const int tiles = (p.K + kTile - 1) / kTile;
 
   const auto copy = [&](int tile) {  // step 1; a group even where nothing is left, so that groups can be counted
     if (tile < tiles) {
       const int stage = tile & 1, column = tile * kTile;
-      copy_tile(ptx::shared_address(operands.q[stage]), q + column, p.q.token, kTile, tokens, p.K - column, thread,
-                kThreads);
-      copy_tile(ptx::shared_address(operands.k[stage]), k + column, p.k.token, kTile, tokens, p.K - column, thread,
-                kThreads);
+      copy_rows<T, true>(operands.q[stage], p.q, work.at, work.query_head, column, p.K, thread);
+      copy_rows<T, true>(operands.k[stage], p.k, work.at, work.query_head, column, p.K, thread);
     }
     ptx::copy_commit();
   };
@@ -248,18 +259,10 @@ __device__ __forceinline__ void vector_products(const Params& p, SharedStorage<C
       }
     }
     ptx::copy_commit();
-    const auto copy = [&](unsigned char* tile, const Rows& rows, int head) {
-      const int row = thread >> 3, first = (thread & 7) * 8;
-      const T* from = row_pointer<T>(rows, work.at.batch, work.at.token + row, head) + column + first;
-#pragma unroll
-      for (int r = 0; r < kTile; r += 32, from += 32 * rows.token) {
-        ptx::copy_async_16(ptx::shared_address(tile) + (row + r) * kRowBytes + 2 * first, from,
-                           row + r < tokens && first < width);
-      }
-    };
-    copy(operands.q, p.q, work.query_head);
-    copy(operands.k, p.k, work.query_head);
-    if constexpr (Config::kIndependent) copy(operands.b, p.b, work.value_head);
+    copy_rows<T, false>(operands.q, p.q, work.at, work.query_head, column, p.K, thread);
+    copy_rows<T, false>(operands.k, p.k, work.at, work.query_head, column, p.K, thread);
+    if constexpr (Config::kIndependent)
+      copy_rows<T, false>(operands.b, p.b, work.at, work.value_head, column, p.K, thread);
     ptx::copy_commit();
 
     // Step 2. The zeros of what lies outside become decays of 1.
