@@ -19,7 +19,7 @@ namespace {
 struct Options {
   DeviceOptions device;
   std::vector<std::string> problem;
-  std::string file, json, direction = "both";
+  std::string file, match, json, direction = "both";
   int repeats = 0;
   bool work = false, cold_l2 = false;
 
@@ -64,8 +64,9 @@ Timing time_problem(const std::string& text, const Options& o, const std::string
 std::vector<std::string> problem_lines(const Options& o) {
   std::vector<std::string> lines;
   if (!o.file.empty()) lines = case_lines(read_text(o.file));
+  std::erase_if(lines, [&](const std::string& line) { return line.find(o.match) == std::string::npos; });
   if (!o.problem.empty()) lines.push_back(joined(o.problem));
-  if (lines.empty() && !o.file.empty()) throw FileError(o.file, "no problems in it");
+  if (lines.empty() && !o.file.empty()) throw FileError(o.file, "no problems in it that the filter leaves");
   if (lines.empty()) throw Error("bench", "problem", "a problem as text, or --file", "none");
   for (const std::string& line : lines) parse_case(line);
   return lines;
@@ -200,6 +201,7 @@ void add_bench(CLI::App& app, int&) {
   CLI::App* command = app.add_subcommand("bench", "Time problems given as text");
   command->add_option("problem", o->problem, "op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 gate=mild policy=recompute");
   command->add_option("--file", o->file, "A list of problems, one a line");
+  command->add_option("--match,--filter", o->match, "Only problems of the list whose text contains this");
   command
       ->add_option("--direction", o->direction,
                    "What is timed: fwd, bwd (after a forward that is not timed), both, or all three; on a GPU both and "

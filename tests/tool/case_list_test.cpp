@@ -3,6 +3,7 @@
 
 #include "console.h"
 #include "run_case.h"
+#include "target.h"
 
 namespace rewy::tool {
 namespace {
@@ -32,7 +33,15 @@ TEST(CaseList, LinesAreDistinctAndFormatBack) {
 }
 
 TEST(CaseList, BenchProblemsRead) {
-  for (const std::string& line : list("bench.txt")) EXPECT_NO_THROW(parse_case(line)) << line;
+  for (const char* name : {"bench.txt", "bench_cuda.txt"}) {
+    for (const std::string& line : list(name)) EXPECT_NO_THROW(parse_case(line)) << line;
+  }
+  // Nothing that a GPU would be given otherwise than it is written.
+  for (const std::string& line : list("bench_cuda.txt")) {
+    const Device gpu{DeviceKind::kCuda, 0};
+    EXPECT_EQ(for_device(parse_case(line), gpu), parse_case(line)) << line;
+    EXPECT_EQ(service(parse_case(line), gpu).kind, Service::Kind::kServed) << line;
+  }
 }
 
 }  // namespace
