@@ -35,6 +35,7 @@ void add_explain(CLI::App& app, int&) {
       const Bytes bytes = workspace_bytes(c.problem, direction, execution);
       std::printf("  workspace %s", bytes_text(bytes.workspace).c_str());
       if (bytes.unsaved > 0) std::printf(", and %s where nothing is saved", bytes_text(bytes.unsaved).c_str());
+      if (bytes.without_dg > 0) std::printf(", and %s where no dg is given", bytes_text(bytes.without_dg).c_str());
       if (direction == Direction::kForward) std::printf(", saved for the backward %s", bytes_text(bytes.saved).c_str());
       std::printf("\n");
     }

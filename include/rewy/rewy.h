@@ -78,7 +78,8 @@ struct ForwardArgs {
 
 /// The gradients of a loss with dL/do and dL/dfinal_state given (docs/math.md, sections 3 and 4).
 /// Outputs that are not given are not computed into memory; rows after the last offset of a packed call get zeros.
-/// Gradients of q and k are summed over the value heads that share them.
+/// Gradients of q and k are summed over the value heads that share them. While the call runs, dg of a vector gate may
+/// hold intermediate values; without it they need Bytes::without_dg more of the workspace.
 struct BackwardArgs {
   Inputs in{};
   TensorView d_o{};              ///< [B, T, HV, V]  dtype
@@ -134,6 +135,8 @@ struct Bytes {
   std::size_t workspace = 0;  ///< for Execution::workspace
   std::size_t saved = 0;      ///< for ForwardArgs::saved
   std::size_t unsaved = 0;    ///< on top of workspace, where ForwardArgs::saved or BackwardArgs::saved is empty
+  /// On top of workspace, for a backward of a vector gate that is given no dg, whose memory serves as scratch.
+  std::size_t without_dg = 0;
 };
 
 /// Bytes of one call. All grow linearly with T. Uses only device, threads and backend of `execution`.

@@ -209,8 +209,9 @@ struct Call : Checker {
     expect(t, argument, Need::kOptional, wide, {p.sequences(), p.HV, kv ? p.K : p.V, kv ? p.V : p.K}, output);
   }
 
-  void workspace(const Bytes& bytes, bool nothing_saved) {
-    memory(execution.workspace, "workspace", bytes.workspace + (nothing_saved ? bytes.unsaved : 0), true);
+  void workspace(const Bytes& bytes, bool saved, bool dg) {
+    const std::size_t unsaved = saved ? 0 : bytes.unsaved, without_dg = dg ? 0 : bytes.without_dg;
+    memory(execution.workspace, "workspace", bytes.workspace + unsaved + without_dg, true);
   }
 
   void inputs(const Inputs& in) {
@@ -332,7 +333,7 @@ void validate(const Problem& p, const ForwardArgs& args, const Execution& execut
   call.v(args.o, "o", Need::kRequired, true);
   call.state(args.final_state, "final_state", true);
   if (!args.saved.empty()) call.memory(args.saved, "saved", bytes.saved, true);
-  call.workspace(bytes, args.saved.empty());
+  call.workspace(bytes, !args.saved.empty(), true);
   call.disjoint();
 }
 
@@ -353,7 +354,7 @@ void validate(const Problem& p, const BackwardArgs& args, const Execution& execu
   }
   call.state(args.d_initial_state, "d_initial_state", true);
   if (!args.saved.empty()) call.memory(args.saved, "saved", bytes.saved, false);
-  call.workspace(bytes, args.saved.empty());
+  call.workspace(bytes, !args.saved.empty(), args.dg.given());
   call.disjoint();
 }
 

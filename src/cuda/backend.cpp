@@ -143,11 +143,18 @@ std::string declines_cuda(const Problem& p, Direction direction, const Execution
 
 Bytes bytes_cuda(const Problem& p, Direction direction, const Execution&) {
   Params nowhere{};
-  Arena kept, least, most;
+  Arena kept;
   lay_out_saved(p, kept, nowhere);
-  lay_out_workspace(p, direction, true, least, nowhere);
-  lay_out_workspace(p, direction, false, most, nowhere);
-  return {.workspace = least.used(), .saved = kept.used(), .unsaved = most.used() - least.used()};
+  const auto workspace = [&](Given given) {
+    Arena arena;
+    lay_out_workspace(p, direction, given, arena, nowhere);
+    return arena.used();
+  };
+  const std::size_t least = workspace({.saved = true, .dg = true});
+  return {.workspace = least,
+          .saved = kept.used(),
+          .unsaved = workspace({.saved = false, .dg = true}) - least,
+          .without_dg = workspace({.saved = true, .dg = false}) - least};
 }
 
 /// Turns a call's views into Params, and refuses the strides that the kernels cannot read or write.
@@ -259,10 +266,11 @@ void forward_cuda(const Problem& p, const ForwardArgs& args, const Execution& ex
     lay_out_saved(p, kept, params);
   }
   Arena arena(execution.workspace);
-  lay_out_workspace(p, Direction::kForward, saved, arena, params);
+  lay_out_workspace(p, Direction::kForward, {.saved = saved, .dg = false}, arena, params);
 
   const Launches on(p, execution);
   if (on.packed) launch_chunk_table(params, on.stream);
+  if (on.chunks) launch_operands(params, on.kind, on.stream);
   if (on.chunks) launch_prepare(params, on.kind, on.limits, on.stream);
   if (on.sequences) launch_scan_output(params, on.kind, on.limits, on.stream);
   if (on.packed && on.tokens) launch_zero_tail(params, on.kind, on.stream);
@@ -288,11 +296,14 @@ void backward_cuda(const Problem& p, const BackwardArgs& args, const Execution& 
     lay_out_saved(p, kept, params);
   }
   Arena arena(execution.workspace);
-  lay_out_workspace(p, Direction::kBackward, saved, arena, params);
+  const bool dg = args.dg.given();
+  lay_out_workspace(p, Direction::kBackward, {.saved = saved, .dg = dg}, arena, params);
+  if (dg && gate_of(p.op) == Gate::kVector) lay_out_in_dg(p, params);
   const bool states_saved = saved && p.policy == Policy::kSave;
 
   const Launches on(p, execution);
   if (on.packed) launch_chunk_table(params, on.stream);
+  if (on.chunks) launch_operands(params, on.kind, on.stream);
   if (on.chunks && !saved) launch_prepare(params, on.kind, on.limits, on.stream);
   if (on.sequences) launch_scan_both(params, on.kind, on.limits, states_saved, on.stream);
   if (on.chunks) launch_pullback(params, on.kind, on.limits, on.stream);

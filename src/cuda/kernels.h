@@ -33,6 +33,9 @@ void launch_zero_tail(const Params&, const Kind&, cudaStream_t);
 /// A and Cq of every chunk (docs/kernels/prepare.md).
 void launch_prepare(const Params&, const Kind&, const DeviceLimits&, cudaStream_t);
 
+/// Vector gates: E, F and Qg of every token, lambda of every chunk (docs/kernels/operands.md); nothing for other gates.
+void launch_operands(const Params&, const Kind&, cudaStream_t);
+
 /// o, final_state, and S and R where Params has room for them (docs/kernels/scan.md).
 void launch_scan_output(const Params&, const Kind&, const DeviceLimits&, cudaStream_t);
 

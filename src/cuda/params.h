@@ -67,6 +67,11 @@ struct Params {
   void* r_t;       ///< R^T                            [V, 64]
   void* dstate_t;  ///< dS+^T after the chunk          [V, K]
   void* p_t;       ///< P^T                            [V, 64]
+  float* decay;    ///< vector gates: lambda, FP32         [K]
+
+  // Vector gates, by token, 16-bit. For scalar ones k and q take their place, and the scans scale rows of the products.
+  // In a backward, E and F may lie in dg's rows, which the pullback overwrites last.
+  Rows erase, write, query;  ///< E, F and Qg (of scaled queries)   [B, T, HV, K]
 };
 
 }  // namespace rewy::cuda

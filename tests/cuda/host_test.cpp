@@ -112,18 +112,25 @@ TEST(CudaDispatch, OtherDevicesAskNoDriver) {
 }
 
 TEST(CudaBytes, OfTheLargestBenchmark) {
-  constexpr std::size_t S = 64 * kMiB, R = 32 * kMiB, A = 16 * kMiB;
+  constexpr std::size_t S = 64 * kMiB, R = 32 * kMiB, A = 16 * kMiB, E = 32 * kMiB, decay = kMiB;
   for (Policy policy : kPolicies) {
     const Problem p = with([=](Problem& x) { x.policy = policy; });
     const bool save = policy == Policy::kSave;
     const Bytes fwd = kCudaBackend.bytes(p, Direction::kForward, kOnCuda);
-    EXPECT_EQ(fwd.workspace, 0u);
+    EXPECT_EQ(fwd.workspace, 3 * E + decay);  // E, F and Qg
+    EXPECT_EQ(fwd.without_dg, 0u);
     EXPECT_EQ(fwd.unsaved, 2 * A);  // A and Cq
     EXPECT_EQ(fwd.saved, 2 * A + (save ? S + R : 0));
     const Bytes bwd = kCudaBackend.bytes(p, Direction::kBackward, kOnCuda);
-    EXPECT_EQ(bwd.workspace, S + R + (save ? 0 : S + R));
+    EXPECT_EQ(bwd.workspace, E + decay + S + R + (save ? 0 : S + R));  // E and F lie in dg
+    EXPECT_EQ(bwd.without_dg, 2 * E);
     EXPECT_EQ(bwd.unsaved, 2 * A + (save ? S + R : 0));
     EXPECT_EQ(bwd.saved, fwd.saved);
+    const Problem scalar = with([=](Problem& x) { x.op = Operator::kGdn, x.policy = policy; });
+    EXPECT_EQ(kCudaBackend.bytes(scalar, Direction::kForward, kOnCuda).workspace, 0u);
+    const Bytes scalar_bwd = kCudaBackend.bytes(scalar, Direction::kBackward, kOnCuda);
+    EXPECT_EQ(scalar_bwd.workspace, bwd.workspace - E - decay);
+    EXPECT_EQ(scalar_bwd.without_dg, 0u);
   }
 }
 
@@ -143,6 +150,7 @@ TEST(CudaBytes, GrowLinearlyWithT) {
                     static_cast<double>(two.workspace - one.workspace), Arena::kAlign);
         EXPECT_EQ(three.unsaved - two.unsaved, two.unsaved - one.unsaved);
         EXPECT_EQ(three.saved - two.saved, two.saved - one.saved);
+        EXPECT_EQ(three.without_dg - two.without_dg, two.without_dg - one.without_dg);
       }
     }
   }
@@ -167,44 +175,81 @@ TEST(CudaWorkspace, MeasuresWhatItCarves) {
   struct alignas(Arena::kAlign) Line {
     std::byte bytes[Arena::kAlign];
   };
+  struct Choice {
+    Direction direction;
+    Policy policy;
+    Operator op;
+    bool saved, dg;
+    std::int64_t segments;
+  };
+  const auto carves = [](const Choice& c) {
+    const Problem p = with([&](Problem& x) {
+      x.op = c.op, x.T = 200, x.H = 1, x.HV = 3, x.K = 24, x.V = 8, x.policy = c.policy;
+      if (c.segments >= 0) x.segments = c.segments;
+    });
+    const bool backward = c.direction == Direction::kBackward;
+    const Bytes bytes = kCudaBackend.bytes(p, c.direction, kOnCuda);
+    std::vector<Line> memory((bytes.workspace + bytes.unsaved + bytes.without_dg) / sizeof(Line) + 1);
+    auto* base = reinterpret_cast<std::byte*>(memory.data());
+    Params at{};
+    Arena arena(std::span(base, memory.size() * sizeof(Line)));
+    lay_out_workspace(p, c.direction, {.saved = c.saved, .dg = c.dg}, arena, at);
+    EXPECT_EQ(arena.used(), bytes.workspace + (c.saved ? 0 : bytes.unsaved) + (c.dg ? 0 : bytes.without_dg));
+
+    const auto blocks = static_cast<std::size_t>(most_chunks(p) * p.HV) * 2;
+    const std::byte* next = base;
+    const auto follows = [&](const void* block, std::size_t size, bool expected) {
+      EXPECT_EQ(block != nullptr, expected);
+      if (block == nullptr) return;
+      EXPECT_EQ(block, next);
+      next += (size + Arena::kAlign - 1) / Arena::kAlign * Arena::kAlign;
+    };
+    const auto rows_follow = [&](const Rows& rows, bool expected) {
+      follows(rows.data, 200 * 3 * 24 * 2, expected);
+      if (expected) {
+        EXPECT_TRUE(rows.batch == 200 * 3 * 24 && rows.token == 3 * 24 && rows.head == 24);
+      }
+    };
+    const bool vector = c.op == Operator::kKda, packed = p.segments.has_value();
+    const bool states = backward && !(c.saved && c.policy == Policy::kSave);
+    follows(at.first_chunk, (static_cast<std::size_t>(p.sequences()) + 1) * 4, packed);
+    follows(at.chunk_table, static_cast<std::size_t>(most_chunks(p)) * sizeof(ChunkAt), packed);
+    follows(at.a, blocks * 64 * 64, !c.saved);
+    follows(at.cq, blocks * 64 * 64, !c.saved);
+    follows(at.decay, blocks * 24 * 2, vector);
+    rows_follow(at.query, vector);
+    rows_follow(at.erase, vector && !(backward && c.dg));
+    rows_follow(at.write, vector && !(backward && c.dg));
+    follows(at.state_t, blocks * 8 * 24, states);
+    follows(at.r_t, blocks * 8 * 64, states);
+    follows(at.dstate_t, blocks * 8 * 24, backward);
+    follows(at.p_t, blocks * 8 * 64, backward);
+    EXPECT_EQ(next, base + arena.used());
+  };
   for (Direction direction : kBoth) {
     for (Policy policy : kPolicies) {
-      for (bool saved : {false, true}) {
-        for (std::int64_t segments : {-1, 0, 7}) {
-          const Problem p = with([=](Problem& x) {
-            x.T = 200, x.H = 1, x.HV = 3, x.K = 24, x.V = 8, x.policy = policy;
-            if (segments >= 0) x.segments = segments;
-          });
-          const Bytes bytes = kCudaBackend.bytes(p, direction, kOnCuda);
-          std::vector<Line> memory((bytes.workspace + bytes.unsaved) / sizeof(Line) + 1);
-          auto* base = reinterpret_cast<std::byte*>(memory.data());
-          Params at{};
-          Arena arena(std::span(base, memory.size() * sizeof(Line)));
-          lay_out_workspace(p, direction, saved, arena, at);
-          EXPECT_EQ(arena.used(), bytes.workspace + (saved ? 0 : bytes.unsaved));
-
-          const auto blocks = static_cast<std::size_t>(most_chunks(p) * p.HV) * 2;
-          const std::byte* next = base;
-          const auto follows = [&](const void* block, std::size_t size, bool expected) {
-            EXPECT_EQ(block != nullptr, expected);
-            if (block == nullptr) return;
-            EXPECT_EQ(block, next);
-            next += (size + Arena::kAlign - 1) / Arena::kAlign * Arena::kAlign;
-          };
-          const bool packed = p.segments.has_value(), backward = direction == Direction::kBackward;
-          const bool states = backward && !(saved && policy == Policy::kSave);
-          follows(at.first_chunk, (static_cast<std::size_t>(p.sequences()) + 1) * 4, packed);
-          follows(at.chunk_table, static_cast<std::size_t>(most_chunks(p)) * sizeof(ChunkAt), packed);
-          follows(at.a, blocks * 64 * 64, !saved);
-          follows(at.cq, blocks * 64 * 64, !saved);
-          follows(at.state_t, blocks * 8 * 24, states);
-          follows(at.r_t, blocks * 8 * 64, states);
-          follows(at.dstate_t, blocks * 8 * 24, backward);
-          follows(at.p_t, blocks * 8 * 64, backward);
-          EXPECT_EQ(next, base + arena.used());
+      for (Operator op : {Operator::kGdn, Operator::kKda}) {
+        for (bool saved : {false, true}) {
+          for (bool dg : {false, true}) {
+            for (std::int64_t segments : {-1, 0, 7}) carves({direction, policy, op, saved, dg, segments});
+          }
         }
       }
     }
+  }
+}
+
+// E and F share dg's rows: 16-bit elements, the first half of each row and the second.
+TEST(CudaWorkspace, OperandsInDg) {
+  const Problem p = with([](Problem& x) { x.K = 24; });
+  std::vector<float> dg(2 * 24);
+  Params at{};
+  at.dg = {dg.data(), 1000, 100, -28};
+  lay_out_in_dg(p, at);
+  EXPECT_EQ(at.erase.data, dg.data());
+  EXPECT_EQ(at.write.data, dg.data() + 12);
+  for (const Rows& rows : {at.erase, at.write}) {
+    EXPECT_TRUE(rows.batch == 2000 && rows.token == 200 && rows.head == -56);
   }
 }
 

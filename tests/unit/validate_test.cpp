@@ -557,6 +557,35 @@ TEST(Validate, MemoryWhereNothingIsSaved) {
   }
 }
 
+// `without_dg` bytes come on top exactly where a backward is given no dg, whatever is saved.
+TEST(Validate, MemoryWithoutDg) {
+  for (bool saved : {false, true}) {
+    for (bool dg : {false, true}) {
+      Call call(Operator::kKda);
+      call.fwd.in = call.bwd.in = call.in;
+      if (!saved) call.fwd.saved = {}, call.bwd.saved = {};
+      if (!dg) call.bwd.dg = {};
+      const Bytes bytes{.workspace = 128, .saved = 0, .unsaved = 64, .without_dg = 192};
+      const std::size_t fwd = 128 + (saved ? 0 : 64), bwd = fwd + (dg ? 0 : 192);
+      std::vector<std::byte> memory(bwd + Arena::kAlign);
+      const auto past = reinterpret_cast<std::uintptr_t>(memory.data()) % Arena::kAlign;
+      std::byte* const base = memory.data() + (Arena::kAlign - past) % Arena::kAlign;
+      call.execution.workspace = {base, fwd};
+      EXPECT_NO_THROW(validate(call.p, call.fwd, call.execution, bytes));
+      call.execution.workspace = {base, bwd};
+      EXPECT_NO_THROW(validate(call.p, call.bwd, call.execution, bytes));
+      call.execution.workspace = {base, bwd - 1};
+      try {
+        validate(call.p, call.bwd, call.execution, bytes);
+        ADD_FAILURE() << "accepted";
+      } catch (const Error& e) {
+        EXPECT_EQ(e.argument(), "workspace");
+        EXPECT_EQ(e.expected(), "at least " + std::to_string(bwd) + " bytes");
+      }
+    }
+  }
+}
+
 // Nothing on a device is read: neither offsets nor anything else.
 TEST(Validate, TouchesNoDeviceMemory) {
   Call call(Operator::kKda, DType::kBF16, {0, 1, 3});
