@@ -109,19 +109,23 @@ struct Unit {
   }
 };
 
-/// Step 5: one feature tile of a unit.
+/// Step 5: one feature tile of a unit. Addresses follow from `thread` alone, which the caller made anew for this tile.
 template <class T>
 __device__ __forceinline__ void unit_product(float (&sum)[4], std::uint32_t receive, std::uint32_t send,
-                                             const Unit& unit) {
-  const int lane = threadIdx.x & 31;
+                                             const Unit& unit, int thread) {
+  const int lane = thread & 31;
+  const auto load_receiving = [&](int depth, std::uint32_t(&rows)[4]) {  // load_a, but by `thread`
+    const int row = kBlock * (unit.receiver - 1) + (lane & 15);
+    ptx::load_matrices(receive + tile_offset(row, depth + (lane >> 4) * 8), rows);
+  };
 #pragma unroll
   for (int depth = 0; depth < kTile; depth += 32) {
     std::uint32_t rows[4], columns[4];
     // Eight columns at a depth of 32: of load_b's lanes, 16 to 31 are moved on in depth and not in columns.
     ptx::load_matrices(send + tile_offset(unit.send_row + (lane & 7), depth + (lane >> 3) * 8), columns);
-    load_a(receive, kBlock * (unit.receiver - 1), depth, rows);
+    load_receiving(depth, rows);
     ptx::multiply_add<T>(sum, rows, columns[0], columns[1]);
-    load_a(receive, kBlock * (unit.receiver - 1), depth + 16, rows);
+    load_receiving(depth + 16, rows);
     ptx::multiply_add<T>(sum, rows, columns[2], columns[3]);
   }
 }

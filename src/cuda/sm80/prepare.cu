@@ -292,10 +292,10 @@ __device__ __forceinline__ void vector_products(const Params& p, SharedStorage<C
       if (u < kParked) {
         float4& parked = shared.factors.parked[u][thread];
         float sum[4] = {parked.x, parked.y, parked.z, parked.w};
-        unit_product<T>(sum, receive, send, unit);
+        unit_product<T>(sum, receive, send, unit, thread);
         parked = {sum[0], sum[1], sum[2], sum[3]};
       } else {
-        unit_product<T>(units[u], receive, send, unit);
+        unit_product<T>(units[u], receive, send, unit, thread);
       }
     }
     add_diagonal_pairs<T, Config::kIndependent>(operands.q, operands.k, operands.b, operands.decay, sums, thread);
