@@ -29,6 +29,13 @@ struct ChunkAt {
   std::int32_t last;      ///< 1 for the last chunk of its sequence
 };
 
+/// What the pullback sums over 64 features of a value head's chunk, by token.
+struct RowSums {
+  float query[kChunk], write[kChunk];  ///< scalar gates: what pairs and the state give to dG, and F * dF
+  float strength[kChunk];              ///< shared strength: dbeta
+  float state;                         ///< scalar gates: lambda * sum of S * dS+
+};
+
 struct Params {
   // The problem.
   std::int64_t B, T;
@@ -68,6 +75,8 @@ struct Params {
   void* dstate_t;  ///< dS+^T after the chunk          [V, K]
   void* p_t;       ///< P^T                            [V, 64]
   float* decay;    ///< vector gates: lambda, FP32         [K]
+
+  RowSums* row_sums;  ///< shared strength: [chunk slot, value head][every 64 features]
 
   // Vector gates, by token, 16-bit. For scalar ones k and q take their place, and the scans scale rows of the products.
   // In a backward, E and F may lie in dg's rows, which the pullback overwrites last.

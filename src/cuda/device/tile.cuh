@@ -17,26 +17,34 @@ __device__ __forceinline__ std::uint32_t tile_offset(int row, int column) {
   return static_cast<std::uint32_t>(row * 128 + (((column >> 3) ^ (row & 7)) << 4) + ((column & 7) << 1));
 }
 
+// Fragments. Rows and columns of an operand are multiples of 16 here, so that they enter a lane's address by one sum and
+// one exclusive or: a lane keeps one address for each kind of fragment, not one for each fragment.
+__device__ __forceinline__ std::uint32_t fragment_address(std::uint32_t tile, int row, int column, int lane_row,
+                                                          int lane_piece) {
+  return ((tile + tile_offset(lane_row, 8 * lane_piece)) ^ static_cast<std::uint32_t>(column << 1)) +
+         static_cast<std::uint32_t>(row * 128);
+}
+
 /// A fragment [16, 16] of an operand stored [rows m][columns k].
 __device__ __forceinline__ void load_a(std::uint32_t tile, int m, int k, std::uint32_t (&a)[4]) {
   const int l = threadIdx.x & 31;
-  ptx::load_matrices(tile + tile_offset(m + (l & 15), k + (l >> 4) * 8), a);
+  ptx::load_matrices(fragment_address(tile, m, k, l & 15, l >> 4), a);
 }
 /// A fragment [16, 16] of an operand stored transposed, [rows k][columns m].
 __device__ __forceinline__ void load_a_transposed(std::uint32_t tile, int k, int m, std::uint32_t (&a)[4]) {
   const int l = threadIdx.x & 31;
-  ptx::load_matrices_transposed(tile + tile_offset(k + (l & 7) + (l >> 4) * 8, m + ((l >> 3) & 1) * 8), a);
+  ptx::load_matrices_transposed(fragment_address(tile, k, m, (l & 7) + (l >> 4) * 8, (l >> 3) & 1), a);
 }
 /// Two B fragments [16, 8] + [16, 8] (columns n to n + 15) of an operand stored [rows n][columns k]:
 /// b[0], b[1] for columns n to n + 7, b[2], b[3] for the others.
 __device__ __forceinline__ void load_b(std::uint32_t tile, int n, int k, std::uint32_t (&b)[4]) {
   const int l = threadIdx.x & 31;
-  ptx::load_matrices(tile + tile_offset(n + (l & 7) + (l >> 4) * 8, k + ((l >> 3) & 1) * 8), b);
+  ptx::load_matrices(fragment_address(tile, n, k, (l & 7) + (l >> 4) * 8, (l >> 3) & 1), b);
 }
 /// The same of an operand stored [rows k][columns n].
 __device__ __forceinline__ void load_b_transposed(std::uint32_t tile, int k, int n, std::uint32_t (&b)[4]) {
   const int l = threadIdx.x & 31;
-  ptx::load_matrices_transposed(tile + tile_offset(k + (l & 15), n + (l >> 4) * 8), b);
+  ptx::load_matrices_transposed(fragment_address(tile, k, n, l & 15, l >> 4), b);
 }
 
 /// Accumulators [16, 8 kN]: c[n][0], c[n][1] are row l / 4, columns 8 n + 2 (l % 4) + {0, 1}; c[n][2], c[n][3] row + 8.
@@ -99,25 +107,37 @@ __device__ __forceinline__ void to_fragment(const Accumulator<kN>& acc, int j, s
   a[3] = pack<T>(acc.c[2 * j + 1][2], acc.c[2 * j + 1][3]);
 }
 
-/// Copies a [rows, 64] tile from global rows `stride` elements apart, 16 bytes a step, by `threads` threads of which
-/// this is number `thread`. Rows from valid_rows and columns from valid_columns (a multiple of 8) on become zero.
-template <class T>
-__device__ __forceinline__ void copy_tile(std::uint32_t tile, const T* from, std::int64_t stride, int rows,
-                                          int valid_rows, int valid_columns, int thread, int threads) {
-  for (int piece = thread; piece < rows * 8; piece += threads) {
-    const int row = piece >> 3, column = (piece & 7) * 8;
-    const bool valid = row < valid_rows && column < valid_columns;
-    ptx::copy_async_16(tile + tile_offset(row, column), valid ? from + row * stride + column : from, valid);
+/// Copies a [64, 64] tile from global rows `stride` elements apart, by threads 0 to kThreads - 1 of the block: each has
+/// one 16-byte piece of every kThreads / 8-th row. Rows from valid_rows and columns from valid_columns (a multiple of 8)
+/// on become zero and are not read.
+template <int kThreads, class T>
+__device__ __forceinline__ void copy_tile(std::uint32_t tile, const T* from, std::int64_t stride, int valid_rows,
+                                          int valid_columns) {
+  constexpr int kStep = kThreads / 8;
+  static_assert(kStep % 8 == 0, "a thread's rows share their swizzle");
+  const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 8;
+  const int left = column < valid_columns ? valid_rows - row : 0;
+  std::uint32_t to = tile + tile_offset(row, column);
+  from += row * stride + column;
+#pragma unroll
+  for (int i = 0; i < kTile; i += kStep) {
+    ptx::copy_async_16(to + i * 128, from, i < left);
+    from += kStep * stride;
   }
 }
 
-/// beta by its own type.
-__device__ __forceinline__ float load_scalar(const void* data, std::int64_t at, DType type) {
+/// beta by its own type, from its bits.
+__device__ __forceinline__ float scalar_from_bits(std::uint32_t bits, DType type) {
   switch (type) {
-    case DType::kBF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]);
-    case DType::kF16: return __half2float(static_cast<const __half*>(data)[at]);
-    default: return static_cast<const float*>(data)[at];
+    case DType::kBF16: return unpack<ptx::BFloat>(bits).x;
+    case DType::kF16: return unpack<ptx::Half>(bits).x;
+    default: return __uint_as_float(bits);
   }
+}
+__device__ __forceinline__ float load_scalar(const void* data, std::int64_t at, DType type) {
+  return scalar_from_bits(type == DType::kF32 ? static_cast<const std::uint32_t*>(data)[at]
+                                              : static_cast<const std::uint16_t*>(data)[at],
+                          type);
 }
 __device__ __forceinline__ void store_scalar(void* data, std::int64_t at, DType type, float value) {
   switch (type) {

@@ -4,9 +4,10 @@
 //   Hq = tril(dO R^T)     D  = -tril(P R^T, -1)     dF = R dS+^T
 //   dQg = dO S^T + Hq Y   dE = -P S^T + D Y         dY = D^T E + Hq^T Qg + dF * lambda
 //
-// A block of 256 threads takes one chunk and query head, and in turn every 64 features and every value head of the group:
-// nothing but the gradients leaves it. Eight warps, 16 token rows and 32 columns each. About 80 KB of shared memory and
-// 128 registers a thread let two blocks share a multiprocessor, so that one loads while the other multiplies.
+// A block of 256 threads takes one chunk, query head and 64 features, and in turn every value head of the group: nothing
+// but gradients leaves it, and sums over its features by token, which pullback_sums adds up. Hq and D are formed anew for
+// each 64 features: an eighth of the products. Eight warps, 16 token rows and 32 columns each. About 80 KB of shared
+// memory and 128 registers a thread let two blocks share a multiprocessor: one loads while the other multiplies.
 #include <type_traits>
 
 #include "cuda/check.h"
@@ -18,124 +19,172 @@ namespace rewy::cuda {
 namespace pullback {
 namespace {
 
-template <class C>
-__global__ void __launch_bounds__(kThreads, 1) pullback(const __grid_constant__ Params p) {
+/// Grid: [chunk slot][query head][tile of 64 features].
+template <class C, bool kGrouped>
+__global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   using Shared = SharedStorage<C>;
+  using T = typename C::T;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Job job;
-  job.slot = blockIdx.x / p.H;
-  job.key_head = static_cast<int>(blockIdx.x % p.H);
-  job.group = p.HV / p.H;
+  const int tiles = (p.K + kTile - 1) / kTile;
+  const int tile = static_cast<int>(blockIdx.x % tiles), feature = tile * kTile;
+  const unsigned rest = blockIdx.x / tiles;
+  job.slot = rest / p.H;
+  job.key_head = static_cast<int>(rest % p.H);
+  job.group = kGrouped ? p.HV / p.H : 1;
   job.at = locate(p, job.slot);
   if (job.at.tokens == 0) return;
-  RowSums* row_sums = reinterpret_cast<RowSums*>(memory + sizeof(Shared));
-  float* group_sums = reinterpret_cast<float*>(row_sums + job.group);
+  float* group_sums = reinterpret_cast<float*>(memory + sizeof(Shared));
 
-  for (int feature = 0; feature < p.K; feature += kTile) {
-    for (int member = 0; member < job.group; ++member) {
-      const int head = job.key_head * job.group + member;
-      const GroupSum<typename C::T> group{group_sums, member, job.group};
-      if (feature > 0 || member > 0) __syncthreads();  // the last tile's memory has been read
-      if constexpr (!C::kVector) {
-        if (member == 0) stage_operands<C>(p, job, feature, shared);
-      }
-      copy_value_tiles<typename C::T>(p, job, head, feature, 0, shared.value);
-      if constexpr (C::kVector) {
-        prepare_vector<C>(p, job, head, feature, shared);
-      } else {
-        prepare_scalar<C>(p, job, head, shared);
-      }
-      Sums sums;
-      multiply_values<C>(p, job, head, feature, shared, sums);
+  for (int member = 0; member < job.group; ++member) {
+    const int head = job.key_head * job.group + member;
+    const GroupSum<T, kGrouped> group{group_sums, member, job.group};
+    if (kGrouped && member > 0) __syncthreads();  // the last head's memory has been read
+    if constexpr (!C::kVector) {
+      if (member == 0) stage_operands<C>(p, job, feature, shared);
+    }
+    copy_value_tiles<T>(p, job, head, feature, 0, shared.value);
+    if constexpr (C::kVector) {
+      prepare_vector<C>(p, job, head, feature, shared);
+    } else {
+      prepare_scalar<C>(p, job, head, shared);
+    }
+    Sums sums;
+    multiply_values<C>(p, job, head, feature, shared, sums);
+    __syncthreads();
+    if constexpr (C::kVector) {
+      store_matrices_vector<C>(p, sums, shared);
       __syncthreads();
-      if (!C::kIndependent && feature == 0 && threadIdx.x < kTile) {
-        row_sums[member].value[threadIdx.x] = shared.value_sum[0][threadIdx.x] + shared.value_sum[1][threadIdx.x];
-      }
-      if constexpr (C::kVector) {
-        store_matrices_vector<C>(p, sums, shared);
-        __syncthreads();
-        multiply_blocks<C>(p, shared, sums);
-        finish_vector<C>(p, job, head, feature, shared, row_sums[member], group);
-      } else {
-        store_matrices<C>(p, sums, shared);
-        make_erase_operand<C>(shared);
-        __syncthreads();
-        finish_scalar<C>(p, job, feature, shared, sums, row_sums[member], group);
-      }
+      multiply_blocks<C>(p, shared, sums);
+      finish_vector<C>(p, job, head, feature, shared, group);
+    } else {
+      store_matrices<C>(p, sums, shared);
+      make_erase_operand<C>(shared);
+      __syncthreads();
+      finish_scalar<C>(p, job, feature, shared, sums, group);
     }
-  }
-  __syncthreads();
-  if constexpr (!C::kIndependent) {
-    for (int member = 0; member < job.group; ++member) {
-      const int head = job.key_head * job.group + member;
-      const RowSums& sums = row_sums[member];
-      const int i = threadIdx.x;
-      if (p.dbeta.data != nullptr && i < job.at.tokens) {
-        const std::int64_t place =
-            job.at.batch * p.dbeta.batch + (job.at.token + i) * p.dbeta.token + head * p.dbeta.head;
-        store_scalar(p.dbeta.data, place, p.strength_dtype, sums.strength[0][i] + sums.strength[1][i] + sums.value[i]);
+    if constexpr (!C::kIndependent) {
+      __syncthreads();
+      RowSums& row_sums = p.row_sums[(job.slot * p.HV + head) * tiles + tile];
+      const int i = static_cast<int>(threadIdx.x) % kTile, which = static_cast<int>(threadIdx.x) / kTile;
+      if (which == 0) {
+        const float value = feature == 0 ? shared.value_sum[0][i] + shared.value_sum[1][i] : 0.0f;
+        row_sums.strength[i] = shared.rows.strength[0][i] + shared.rows.strength[1][i] + value;
       }
       if constexpr (!C::kVector) {
-        if (threadIdx.x / 32 == 4) store_gate_gradient(p, job, head, sums);
+        if (which == 1) row_sums.query[i] = shared.rows.query[0][i] + shared.rows.query[1][i];
+        if (which == 2) row_sums.write[i] = shared.rows.write[0][i] + shared.rows.write[1][i];
+        if (which == 3 && i < 32) {
+          const float sum = state_sum(shared);
+          if (i == 0) row_sums.state = shared.decay[0] * sum;
+        }
       }
     }
   }
 }
 
-template <class C>
-int shared_bytes(int group) {
-  return static_cast<int>(sizeof(SharedStorage<C>) + group * sizeof(RowSums)) +
-         (group > 1 ? 2 * kTile * kTile * static_cast<int>(sizeof(float)) : 0);
+/// Step 9: dbeta, and dg of scalar gates, from the sums of all tiles. A warp for each chunk and value head.
+template <bool kVector>
+__global__ void __launch_bounds__(kThreads) pullback_sums(const __grid_constant__ Params p) {
+  const std::int64_t index = blockIdx.x * static_cast<std::int64_t>(kThreads / 32) + threadIdx.x / 32;
+  if (index >= p.chunks * p.HV) return;
+  const int head = static_cast<int>(index % p.HV);
+  const ChunkAt at = locate(p, index / p.HV);
+  const int tiles = (p.K + kTile - 1) / kTile;
+  const RowSums* sums = p.row_sums + index * tiles;
+  const int first = 2 * (static_cast<int>(threadIdx.x) & 31);
+  if (at.tokens == 0) return;
+  float strength[2] = {}, after[2] = {}, before[2] = {}, state = 0.0f;
+  for (int tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      strength[e] += sums[tile].strength[first + e];
+      if constexpr (!kVector) {
+        after[e] += sums[tile].query[first + e];
+        before[e] += sums[tile].write[first + e];
+      }
+    }
+    if constexpr (!kVector) state += sums[tile].state;
+  }
+  if constexpr (!kVector) {
+    suffix_sums(after);
+    prefix_sums(before);
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (first + e >= at.tokens) continue;
+    const std::int64_t token = at.token + first + e;
+    if (p.dbeta.data != nullptr) {
+      store_scalar(p.dbeta.data, at.batch * p.dbeta.batch + token * p.dbeta.token + head * p.dbeta.head,
+                   p.strength_dtype, strength[e]);
+    }
+    if constexpr (!kVector) {
+      if (p.dg.data != nullptr) *row_pointer<float>(p.dg, at.batch, token, head) = after[e] + (before[e] + state);
+    }
+  }
 }
 
 template <class C>
-void launch(const Params& p, cudaStream_t stream) {
-  const std::int64_t blocks = p.chunks * p.H;
-  if (blocks == 0) return;
-  const int bytes = shared_bytes<C>(p.HV / p.H);
-  const auto kernel = pullback<C>;
+int shared_bytes(bool grouped) {
+  return static_cast<int>(sizeof(SharedStorage<C>)) + (grouped ? 2 * kTile * kTile * static_cast<int>(sizeof(float)) : 0);
+}
+
+template <class C, bool kGrouped>
+void launch_tiles(const Params& p, cudaStream_t stream) {
+  const int bytes = shared_bytes<C>(kGrouped);
+  const auto kernel = pullback<C, kGrouped>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "pullback");
+  const std::int64_t blocks = p.chunks * p.H * ((p.K + kTile - 1) / kTile);
   kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
   check_launch("pullback");
 }
 
-template <class T>
-void launch_operator(const Params& p, Operator op, cudaStream_t stream) {
-  if (strength_of(op) == Strength::kIndependent) {
-    launch<Config<T, Gate::kVector, Strength::kIndependent>>(p, stream);
-  } else if (gate_of(op) == Gate::kVector) {
-    launch<Config<T, Gate::kVector, Strength::kShared>>(p, stream);
+template <class C>
+void launch(const Params& p, cudaStream_t stream) {
+  if (p.chunks * p.H == 0) return;
+  if (p.HV == p.H) {
+    launch_tiles<C, false>(p, stream);
   } else {
-    launch<Config<T, Gate::kScalar, Strength::kShared>>(p, stream);
+    launch_tiles<C, true>(p, stream);
+  }
+  if constexpr (!C::kIndependent) {
+    constexpr int kWarps = kThreads / 32;
+    const std::int64_t blocks = (p.chunks * p.HV + kWarps - 1) / kWarps;
+    pullback_sums<C::kVector><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+    check_launch("pullback_sums");
   }
 }
 
-template <class T>
-int operator_bytes(Operator op, int group) {
-  if (strength_of(op) == Strength::kIndependent) {
-    return shared_bytes<Config<T, Gate::kVector, Strength::kIndependent>>(group);
+template <class Fn>
+void with_config(const Kind& kind, Fn&& fn) {
+  const auto with_type = [&]<class T>() {
+    if (strength_of(kind.op) == Strength::kIndependent) {
+      fn.template operator()<Config<T, Gate::kVector, Strength::kIndependent>>();
+    } else if (gate_of(kind.op) == Gate::kVector) {
+      fn.template operator()<Config<T, Gate::kVector, Strength::kShared>>();
+    } else {
+      fn.template operator()<Config<T, Gate::kScalar, Strength::kShared>>();
+    }
+  };
+  if (kind.dtype == DType::kBF16) {
+    with_type.template operator()<ptx::BFloat>();
+  } else {
+    with_type.template operator()<ptx::Half>();
   }
-  if (gate_of(op) == Gate::kVector) return shared_bytes<Config<T, Gate::kVector, Strength::kShared>>(group);
-  return shared_bytes<Config<T, Gate::kScalar, Strength::kShared>>(group);
 }
 
 }  // namespace
 }  // namespace pullback
 
 int pullback_shared_bytes(const Kind& kind, std::int64_t group) {
-  constexpr std::int64_t kMostHeads = 1 << 16;  // more than any device's memory, without overflow
-  const int heads = static_cast<int>(group < kMostHeads ? group : kMostHeads);
-  return kind.dtype == DType::kBF16 ? pullback::operator_bytes<ptx::BFloat>(kind.op, heads)
-                                    : pullback::operator_bytes<ptx::Half>(kind.op, heads);
+  int bytes = 0;
+  pullback::with_config(kind, [&]<class C>() { bytes = pullback::shared_bytes<C>(group > 1); });
+  return bytes;
 }
 
 void launch_pullback(const Params& p, const Kind& kind, const DeviceLimits&, cudaStream_t stream) {
-  if (kind.dtype == DType::kBF16) {
-    pullback::launch_operator<ptx::BFloat>(p, kind.op, stream);
-  } else {
-    pullback::launch_operator<ptx::Half>(p, kind.op, stream);
-  }
+  pullback::with_config(kind, [&]<class C>() { pullback::launch<C>(p, stream); });
 }
 
 }  // namespace rewy::cuda

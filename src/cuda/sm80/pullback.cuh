@@ -34,14 +34,11 @@ struct MatrixTiles {
   TileStorage hq_high, hq_low, d_high, d_low;  ///< [64 tokens i, 64 tokens j]
 };
 
-/// Sums of one value head over the features, by token. Two halves of a tile's features add to their own.
-struct RowSums {
+/// Sums over a tile's 64 features, by token, each half of them apart.
+struct RowHalves {
   float query[2][kTile];     ///< scalar gates: what the pairs and the state give to dG, diagonal pairs left out
   float write[2][kTile];     ///< scalar gates: F * dF
   float strength[2][kTile];  ///< shared strength: the part of dbeta that goes through the keys
-  float value[kTile];        ///< shared strength: <v, P>
-  float state;               ///< scalar gates: sum of S * dS+
-  float decay;               ///< scalar gates: lambda
 };
 
 /// FP32 [64 tokens, 64 features], pairs of columns placed so that the accumulators' rows do not meet in a bank.
@@ -85,7 +82,8 @@ struct SharedStorage {
   float state_sum[8][kTile];    ///< sum over value columns of S * dS+, eighth by eighth
   float decay[kTile];           ///< lambda by feature; scalar gates: element 0
   float value_sum[2][kTile];    ///< <v, P> by token
-  // Behind: RowSums[group]; grouped heads also the sums of dq and dk, FP32 [2][64][64].
+  RowHalves rows;
+  // Behind, for grouped heads: the sums of dq and dk, FP32 [2][64][64].
 };
 
 /// What a block works on.
@@ -116,10 +114,9 @@ template <class T>
 __device__ __forceinline__ void copy_value_tiles(const Params& p, const Job& job, int head, int feature, int value,
                                                  ValueTiles& tiles) {
   const std::int64_t index = job.slot * p.HV + head;
-  const int thread = threadIdx.x;
   const int columns = p.V - value;
-  const auto copy = [&](TileStorage& tile, const T* from, std::int64_t stride, int rows, int valid) {
-    copy_tile(ptx::shared_address(&tile), from, stride, kTile, rows, valid, thread, kThreads);
+  const auto copy = [](TileStorage& tile, const T* from, std::int64_t stride, int rows, int valid) {
+    copy_tile<kThreads>(ptx::shared_address(&tile), from, stride, rows, valid);
   };
   const std::int64_t state = (index * p.V + value) * p.K + feature;
   const std::int64_t token = (index * p.V + value) * kTile;
@@ -184,7 +181,7 @@ __device__ __forceinline__ void multiply_values(const Params& p, const Job& job,
     const std::uint32_t state = ptx::shared_address(&tiles.state_t), dstate = ptx::shared_address(&tiles.dstate_t);
     const std::uint32_t d_o = ptx::shared_address(&tiles.d_o);
     const std::uint32_t r = ptx::shared_address(&tiles.r_t), sensitivity = ptx::shared_address(&tiles.p_t);
-#pragma unroll
+#pragma unroll 1
     for (int j = 0; j < 4; ++j) {
       if (value + 16 * j >= p.V) break;
       std::uint32_t a_o[4], a_p[4], a_r[4];
@@ -293,17 +290,17 @@ __device__ __forceinline__ void prefix_sums(float (&x)[2]) {
 }
 
 /// Queries' and keys' gradients of one element, summed over the heads of the group: stored by the last head.
-template <class T>
+template <class T, bool kGrouped>
 struct GroupSum {
   float* sums;  ///< [2][64][64]; not used where a group is one head
   int member, group;
 
   __device__ __forceinline__ float add(int which, int row, int column, float x) const {
-    if (group == 1) return x;
+    if constexpr (!kGrouped) return x;
     float& sum = sums[(which * kTile + row) * kTile + column];
     return sum = member == 0 ? x : sum + x;
   }
-  __device__ __forceinline__ bool last() const { return member + 1 == group; }
+  __device__ __forceinline__ bool last() const { return !kGrouped || member + 1 == group; }
 };
 
 }  // namespace rewy::cuda::pullback

@@ -58,8 +58,9 @@ template <class C, class Shared>
 __device__ __forceinline__ void stage_operands(const Params& p, const Job& job, int feature, Shared& shared) {
   using T = typename C::T;
   const auto copy = [&](TileStorage& tile, const Rows& rows) {
-    copy_tile(ptx::shared_address(&tile), row_pointer<const T>(rows, job.at.batch, job.at.token, job.key_head) + feature,
-              rows.token, kTile, job.at.tokens, p.K - feature, static_cast<int>(threadIdx.x), kThreads);
+    copy_tile<kThreads>(ptx::shared_address(&tile),
+                        row_pointer<const T>(rows, job.at.batch, job.at.token, job.key_head) + feature, rows.token,
+                        job.at.tokens, p.K - feature);
   };
   copy(shared.operand[0], p.q);
   copy(shared.operand[1], p.k);
@@ -107,9 +108,9 @@ __device__ __forceinline__ void make_erase_operand(Shared& shared) {
 }
 
 /// Steps 5 and 6: the pairs, and the gradients of queries and keys. `keys` receives what the pairs give to k_j.
-template <class C, class Shared>
+template <class C, class Shared, class Group>
 __device__ __forceinline__ void finish_scalar(const Params& p, const Job& job, int feature, Shared& shared, Sums& sums,
-                                              RowSums& row_sums, const GroupSum<typename C::T>& group) {
+                                              const Group& group) {
   using T = typename C::T;
   const Place at = place();
   const MatrixTiles& m = shared.matrix;
@@ -184,44 +185,24 @@ __device__ __forceinline__ void finish_scalar(const Params& p, const Job& job, i
     };
     query_sum = quad_sum(query_sum), write_sum = quad_sum(write_sum), strength_sum = quad_sum(strength_sum);
     if (threadIdx.x % 4 == 0) {
-      const int side = at.column / 32;  // no other thread writes this half and row
-      const auto add = [&](float& sum, float x) { sum = (feature == 0 ? 0.0f : sum) + x; };
-      add(row_sums.query[side][i], query_sum);
-      add(row_sums.write[side][i], write_sum);
-      add(row_sums.strength[side][i], strength_sum);
-    }
-  }
-  if (threadIdx.x < 32) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) sum += shared.state_sum[e][threadIdx.x] + shared.state_sum[e][threadIdx.x + 32];
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (threadIdx.x == 0) {
-      row_sums.state = (feature == 0 ? 0.0f : row_sums.state) + sum;
-      row_sums.decay = shared.decay[0];
+      const int side = at.column / 32;
+      shared.rows.query[side][i] = query_sum;
+      shared.rows.write[side][i] = write_sum;
+      shared.rows.strength[side][i] = strength_sum;
     }
   }
 }
 
-/// Step 7, one warp: the gate's gradient, from all features.
-__device__ __forceinline__ void store_gate_gradient(const Params& p, const Job& job, int head, const RowSums& sums) {
-  if (p.dg.data == nullptr) return;
-  const int first = 2 * (threadIdx.x & 31);
-  float after[2], before[2];
+/// The sum of S * dS+, by one warp.
+template <class Shared>
+__device__ __forceinline__ float state_sum(const Shared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  float sum = 0.0f;
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    after[e] = sums.query[0][first + e] + sums.query[1][first + e];
-    before[e] = sums.write[0][first + e] + sums.write[1][first + e];
-  }
-  suffix_sums(after);
-  prefix_sums(before);
+  for (int e = 0; e < 8; ++e) sum += shared.state_sum[e][lane] + shared.state_sum[e][lane + 32];
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (first + e >= job.at.tokens) continue;
-    *row_pointer<float>(p.dg, job.at.batch, job.at.token + first + e, head) =
-        after[e] + (before[e] + sums.decay * sums.state);
-  }
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  return sum;
 }
 
 }  // namespace rewy::cuda::pullback

@@ -155,9 +155,9 @@ __device__ __forceinline__ void multiply_blocks(const Params& p, Shared& shared,
 }
 
 /// Steps 7 and 8: the pairs inside a block, and all gradients of one feature of one block a thread.
-template <class C, class Shared>
+template <class C, class Shared, class Group>
 __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, int head, int feature, Shared& shared,
-                                              RowSums& row_sums, const GroupSum<typename C::T>& group) {
+                                              const Group& group) {
   using T = typename C::T;
   const int block = threadIdx.x / kTile, f = threadIdx.x % kTile, first = block * kBlock;
   const bool inside = feature + f < p.K;
@@ -264,8 +264,8 @@ __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, i
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (threadIdx.x % 4 == 0) {
-      row_sums.strength[0][row] = (feature == 0 ? 0.0f : row_sums.strength[0][row]) + sum;
-      row_sums.strength[1][row] = 0.0f;
+      shared.rows.strength[0][row] = sum;
+      shared.rows.strength[1][row] = 0.0f;
     }
   }
 }

@@ -1,0 +1,377 @@
+// What the scans of every architecture share: what a block works on, the stages of its ring, and the producer warps that
+// fill them (docs/kernels/scan.md, steps 1 to 4).
+//
+// Four producer warps copy the operands of the coming chunks into a ring of stages in shared memory, the consumer warps
+// multiply. Named barriers, one "full" and one "empty" a stage. For scalar gates the operands are k and q as they lie, and
+// the decays and beta scale rows of the products in FP32; for vector gates they are E, F and Qg (operands.cu).
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/device/chunk.cuh"
+#include "cuda/kernels.h"
+
+namespace rewy::cuda::scans {
+
+inline constexpr int kProducers = 128;  ///< threads
+inline constexpr int kMostStages = 4;
+
+template <class Element, Gate kGate_, Strength kStrength_, int kKeys_>
+struct ScanConfig {
+  using T = Element;
+  static constexpr bool kVector = kGate_ == Gate::kVector;
+  static constexpr bool kIndependent = kStrength_ == Strength::kIndependent;
+  static constexpr int kKeys = kKeys_;             ///< K, rounded up
+  static constexpr int kKeyTiles = kKeys / kTile;  ///< of 64 features
+  // Operand tiles of a stage, one for each 64 features. Scalar gates write with the erase operand: both are k.
+  static constexpr int kErase = 0;
+  static constexpr int kQuery = kKeyTiles;
+  static constexpr int kWrite = kVector ? 2 * kKeyTiles : kErase;
+  static constexpr int kOperandTiles = (kVector ? 3 : 2) * kKeyTiles;
+  static constexpr int kValueTiles = kIndependent ? 2 : 1;  ///< v (or dO) and w
+};
+
+struct alignas(1024) TileStorage {  // wgmma's swizzle counts from 1024-byte boundaries
+  unsigned char bytes[kTileBytes];
+};
+
+template <class C>
+struct Stage {
+  TileStorage operand[C::kOperandTiles];  ///< [64 tokens, 64 features] each
+  TileStorage a, cq;                      ///< [64, 64]
+  TileStorage value[C::kValueTiles];      ///< [64 tokens, 64 value columns]
+  float erase_scale[kTile];               ///< scalar gates: gamma * beta   [64 tokens]
+  float query_scale[kTile];               ///< scalar gates: gamma * scale
+  float write_scale[kTile];               ///< scalar gates: decay to the end of the chunk
+  float beta[kTile];
+  float decay[C::kKeys];  ///< lambda by feature; scalar gates: element 0
+  ChunkAt chunk;
+};
+
+enum Barrier : int { kFull = 1, kEmpty = kFull + kMostStages, kOfConsumers = kEmpty + kMostStages };
+
+/// What a block works on.
+struct Job {
+  std::int64_t sequence, first_slot;
+  int head, key_head;
+  int chunks;  ///< of the sequence
+  int column;  ///< first value column
+  int width;   ///< value columns, a multiple of 16
+  int stages, threads;
+  bool reverse;
+  bool query;  ///< Cq and the queries are needed
+
+  __device__ __forceinline__ std::int64_t slot(int step) const {
+    return first_slot + (reverse ? chunks - 1 - step : step);
+  }
+  /// Where the step's chunk and this head stand in the arrays between the kernels.
+  __device__ __forceinline__ std::int64_t index(const Params& p, int step) const { return slot(step) * p.HV + head; }
+};
+
+/// Blocks: [sequence][value head][value columns], and with both directions those innermost.
+template <bool kOutput>
+__device__ __forceinline__ Job find_job(const Params& p, int width, int stages, bool both) {
+  Job job;
+  job.stages = stages;
+  job.threads = static_cast<int>(blockDim.x);
+  job.width = width;
+  std::int64_t block = blockIdx.x;
+  job.reverse = !kOutput;
+  if (both) {
+    job.reverse = (block & 1) != 0;
+    block >>= 1;
+  }
+  job.query = kOutput || job.reverse;
+  const int slices = (p.V + width - 1) / width;
+  job.column = static_cast<int>(block % slices) * width;
+  block /= slices;
+  job.head = static_cast<int>(block % p.HV);
+  job.key_head = job.head / (p.HV / p.H);
+  job.sequence = block / p.HV;
+  if (p.cu_seqlens != nullptr) {
+    job.first_slot = p.first_chunk[job.sequence];
+    job.chunks = static_cast<int>(p.first_chunk[job.sequence + 1] - job.first_slot);
+  } else {
+    job.chunks = static_cast<int>((p.T + kTile - 1) / kTile);
+    job.first_slot = job.sequence * job.chunks;
+  }
+  return job;
+}
+
+/// Two tokens' gate and strength as they lie in memory: loaded a step ahead, converted when needed.
+struct RawScalars {
+  float g[2];
+  std::uint32_t beta[2];
+};
+
+template <class C>
+__device__ __forceinline__ RawScalars load_scalars(const Params& p, const Job& job, const ChunkAt& at) {
+  RawScalars raw;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int i = 2 * static_cast<int>(threadIdx.x & 31) + e;
+    const bool valid = i < at.tokens;
+    raw.g[e] = 0.0f;
+    raw.beta[e] = 0;
+    if constexpr (!C::kVector) {
+      if (valid && p.g.data != nullptr) raw.g[e] = *row_pointer<const float>(p.g, at.batch, at.token + i, job.head);
+    }
+    if constexpr (!C::kIndependent) {
+      const std::int64_t place = at.batch * p.beta.batch + (at.token + i) * p.beta.token + job.head * p.beta.head;
+      if (valid) {
+        raw.beta[e] = p.strength_dtype == DType::kF32 ? static_cast<const std::uint32_t*>(p.beta.data)[place]
+                                                      : static_cast<const std::uint16_t*>(p.beta.data)[place];
+      }
+    }
+  }
+  return raw;
+}
+
+/// Step 3: the scalars of a chunk, by one warp, two tokens a lane.
+template <class C>
+__device__ __forceinline__ void store_scalars(const Params& p, const RawScalars& raw, Stage<C>& stage) {
+  const int first = 2 * static_cast<int>(threadIdx.x & 31);
+  float beta[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) stage.beta[first + e] = beta[e] = scalar_from_bits(raw.beta[e], p.strength_dtype);
+  if constexpr (!C::kVector) {
+    const float decay[2] = {decay_of(raw.g[0]), decay_of(raw.g[1])};
+    const ScalarDecays d = scalar_decays(decay);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      stage.erase_scale[first + e] = d.from_start[e] * beta[e];
+      stage.query_scale[first + e] = d.from_start[e] * p.scale;
+      stage.write_scale[first + e] = d.to_end[e];
+    }
+    if (first == 0) stage.decay[0] = d.total;
+  }
+}
+
+/// Step 2: the copies of a chunk.
+template <class C>
+struct Copies {
+  using T = typename C::T;
+  const Params& p;
+  const Job& job;
+
+  __device__ __forceinline__ void tile(TileStorage& to, const T* from, std::int64_t stride, int rows,
+                                       int columns) const {
+    copy_tile<kProducers>(ptx::shared_address(&to), from, stride, rows, columns);
+  }
+
+  __device__ __forceinline__ void features(TileStorage* to, const Rows& rows, int head, const ChunkAt& at) const {
+    const T* from = row_pointer<const T>(rows, at.batch, at.token, head);
+#pragma unroll
+    for (int part = 0; part < C::kKeyTiles; ++part) {
+      tile(to[part], from + part * kTile, rows.token, at.tokens, p.K - part * kTile);
+    }
+  }
+
+  __device__ __forceinline__ void start(std::int64_t slot, const ChunkAt& at, Stage<C>& stage) const {
+    const std::int64_t index = slot * p.HV + job.head;
+    const int columns = min(job.width, p.V - job.column);
+    if constexpr (C::kVector) {
+      features(stage.operand + C::kErase, p.erase, job.head, at);
+      features(stage.operand + C::kWrite, p.write, job.head, at);
+      if (job.query) features(stage.operand + C::kQuery, p.query, job.head, at);
+      // Features past K get a decay of 0: their states are zero, and stay numbers.
+      const int first = 4 * static_cast<int>(threadIdx.x);
+      if (first < C::kKeys) {
+        ptx::copy_async_16(ptx::shared_address(&stage.decay[first]), p.decay + index * p.K + first, first < p.K);
+      }
+    } else {
+      features(stage.operand + C::kErase, p.k, job.key_head, at);
+      if (job.query) features(stage.operand + C::kQuery, p.q, job.key_head, at);
+    }
+    tile(stage.a, static_cast<const T*>(p.a) + index * kTile * kTile, kTile, kTile, kTile);
+    if (job.query) tile(stage.cq, static_cast<const T*>(p.cq) + index * kTile * kTile, kTile, kTile, kTile);
+    // Columns beyond the block's are never read.
+    if (static_cast<int>(threadIdx.x) % 8 * 8 < job.width) {
+      const Rows& values = job.reverse ? p.d_o : p.v;
+      tile(stage.value[0], row_pointer<const T>(values, at.batch, at.token, job.head) + job.column, values.token,
+           at.tokens, columns);
+      if constexpr (C::kIndependent) {
+        if (!job.reverse) {
+          tile(stage.value[1], row_pointer<const T>(p.w, at.batch, at.token, job.head) + job.column, p.w.token,
+               at.tokens, columns);
+        }
+      }
+    }
+    ptx::copy_commit();
+  }
+};
+
+/// This thread's copies but the last kPending groups have landed; the barrier's arrival publishes them.
+template <int kPending, class Publish>
+__device__ __forceinline__ void announce(int barrier, int threads, Publish&& publish) {
+  ptx::copy_wait<kPending>();
+  publish();
+  ptx::barrier_arrive(barrier, threads);
+}
+
+/// Steps 1 to 4. `publish` makes copies visible to whatever reads them besides ordinary loads. A stage is announced one step late where there are stages enough, so that two are under way.
+template <class C, class Publish>
+__device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages, Publish&& publish) {
+  if (job.chunks == 0) return;
+  const bool late = job.stages > 1;
+  const Copies<C> copies{p, job};
+  const bool has_scalars = threadIdx.x < 32 && !(C::kVector && C::kIndependent);
+  ChunkAt at = locate(p, job.slot(0));
+  RawScalars raw{};
+  if (has_scalars) raw = load_scalars<C>(p, job, at);
+  int s = 0;
+  for (int step = 0; step < job.chunks; ++step) {
+    Stage<C>& stage = stages[s];
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, job.threads);
+    copies.start(job.slot(step), at, stage);
+    if (threadIdx.x == 32) stage.chunk = at;
+    if (has_scalars) store_scalars<C>(p, raw, stage);
+    if (step + 1 < job.chunks) {
+      at = locate(p, job.slot(step + 1));
+      if (has_scalars) raw = load_scalars<C>(p, job, at);
+    }
+    if (!late) {
+      announce<0>(kFull + s, job.threads, publish);
+    } else if (step > 0) {
+      announce<1>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads, publish);
+    }
+    s = s + 1 == job.stages ? 0 : s + 1;
+  }
+  if (late) announce<0>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads, publish);
+}
+
+/// The accumulators' columns, tokens or features, times scale[column].
+template <int kN>
+__device__ __forceinline__ void scale_columns(Accumulator<kN>& acc, const float* scale) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 x = *reinterpret_cast<const float2*>(&scale[8 * n + lane_column()]);
+    acc.c[n][0] *= x.x;
+    acc.c[n][1] *= x.y;
+    acc.c[n][2] *= x.x;
+    acc.c[n][3] *= x.y;
+  }
+}
+
+/// Fragments of an accumulator [16, 64].
+template <class T>
+__device__ __forceinline__ void to_fragments(const Accumulator<8>& acc, std::uint32_t (&x)[4][4]) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) to_fragment<T>(acc, n, x[n]);
+}
+
+/// Step 6: X = Z - E S, subtracted in FP32, rounded once. es holds E S; `column` is the warp's first one in the tile.
+template <class C>
+__device__ __forceinline__ void subtract_from_values(const Stage<C>& stage, int column, const Accumulator<8>& es,
+                                                     std::uint32_t (&x)[4][4]) {
+  using T = typename C::T;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    std::uint32_t v[4], w[4];
+    load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * n, column, v);
+    if constexpr (C::kIndependent) load_a_transposed(ptx::shared_address(&stage.value[1]), 16 * n, column, w);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 value = unpack<T>(v[e]);
+      float2 strength;
+      if constexpr (C::kIndependent) {
+        strength = unpack<T>(w[e]);
+      } else {
+        strength = *reinterpret_cast<const float2*>(&stage.beta[16 * n + 8 * (e / 2) + lane_column()]);
+      }
+      const float* minus = &es.c[2 * n + e / 2][2 * (e % 2)];
+      x[n][e] = pack<T>(strength.x * value.x - minus[0], strength.y * value.y - minus[1]);
+    }
+  }
+}
+
+/// dO^T of the warp's columns, as fragments [16, 64 tokens].
+template <class C>
+__device__ __forceinline__ void load_output_gradient(const Stage<C>& stage, int column, std::uint32_t (&d_o)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * i, column, d_o[i]);
+}
+
+/// Scalar gates: dO^T times gamma * scale of its tokens, rounded once.
+template <class C>
+__device__ __forceinline__ void scale_output_gradient(const Stage<C>& stage, std::uint32_t (&d_o)[4][4]) {
+  using T = typename C::T;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 scale = *reinterpret_cast<const float2*>(&stage.query_scale[16 * n + 8 * (e / 2) + lane_column()]);
+      const float2 value = unpack<T>(d_o[n][e]);
+      d_o[n][e] = pack<T>(value.x * scale.x, value.y * scale.y);
+    }
+  }
+}
+
+/// Stores fragments [16, 64] as rows of `stride` elements, in 16-byte pieces by way of 2 KB of shared memory. Rows from
+/// valid_rows and columns from valid_columns on are left out.
+template <class T, class Fragment>
+__device__ __forceinline__ void store_rows(unsigned char* buffer, T* to, std::int64_t stride, int valid_rows,
+                                           int valid_columns, Fragment&& fragment) {
+  __syncwarp();  // the last rows have been read
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    std::uint32_t a[4];
+    fragment(j, a);
+    const int c = 16 * j + lane_column();
+    *reinterpret_cast<std::uint32_t*>(buffer + tile_offset(lane_row(), c)) = a[0];
+    *reinterpret_cast<std::uint32_t*>(buffer + tile_offset(lane_row() + 8, c)) = a[1];
+    *reinterpret_cast<std::uint32_t*>(buffer + tile_offset(lane_row(), c + 8)) = a[2];
+    *reinterpret_cast<std::uint32_t*>(buffer + tile_offset(lane_row() + 8, c + 8)) = a[3];
+  }
+  __syncwarp();
+  const int first = static_cast<int>(threadIdx.x & 31) / 8, c = static_cast<int>(threadIdx.x % 8) * 8;
+  const int left = c < valid_columns ? valid_rows - first : 0;
+  to += first * stride + c;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (4 * i < left) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(buffer + tile_offset(first + 4 * i, c));
+    }
+    to += 4 * stride;
+  }
+}
+
+/// O of the warp's 16 columns, from its transpose.
+template <class T>
+__device__ __forceinline__ void store_output(const Params& p, const Job& job, const ChunkAt& at, int column,
+                                             const Accumulator<8>& o) {
+  T* to = row_pointer<T>(p.o, at.batch, at.token + lane_row(), job.head) + column + lane_column();
+  const std::int64_t stride = 8 * p.o.token;
+  const int left = at.tokens - lane_row();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const std::uint32_t lower = ptx::transpose_8x8(pack<T>(o.c[n][0], o.c[n][1]));
+    const std::uint32_t upper = ptx::transpose_8x8(pack<T>(o.c[n][2], o.c[n][3]));
+    if (8 * n < left) {
+      if (column < p.V) *reinterpret_cast<std::uint32_t*>(to) = lower;
+      if (column + 8 < p.V) *reinterpret_cast<std::uint32_t*>(to + 8) = upper;
+    }
+    to += stride;
+  }
+}
+
+/// Calls fn with the config of a call; kMostKeys bounds what its architecture has instances for.
+template <int kMostKeys, class Fn>
+void with_config(std::int64_t K, const Kind& kind, Fn&& fn) {
+  const auto with_keys = [&]<class T, Gate kGate, Strength kStrength>() {
+    if (K <= 64) return fn.template operator()<ScanConfig<T, kGate, kStrength, 64>>();
+    if (K <= 128) return fn.template operator()<ScanConfig<T, kGate, kStrength, 128>>();
+    if constexpr (kMostKeys > 128) fn.template operator()<ScanConfig<T, kGate, kStrength, 256>>();
+  };
+  const auto with_traits = [&]<class T>() {
+    if (strength_of(kind.op) == Strength::kIndependent) {
+      return with_keys.template operator()<T, Gate::kVector, Strength::kIndependent>();
+    }
+    if (gate_of(kind.op) == Gate::kVector) return with_keys.template operator()<T, Gate::kVector, Strength::kShared>();
+    return with_keys.template operator()<T, Gate::kScalar, Strength::kShared>();
+  };
+  if (kind.dtype == DType::kBF16) return with_traits.template operator()<ptx::BFloat>();
+  return with_traits.template operator()<ptx::Half>();
+}
+
+}  // namespace rewy::cuda::scans

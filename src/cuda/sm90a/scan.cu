@@ -1,0 +1,295 @@
+// The scans over chunks with warpgroup products (docs/kernels/scan.md). The algorithm is that of sm80/scan.cu: everything
+// transposed, value columns as rows, the accumulators of one product being the left operand of the next.
+//
+// Here one warpgroup holds 64 value columns and all features: 64 rows are what wgmma multiplies at once, with each operand
+// read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and shared memory
+// was what the step waited for (measured: 3.5 us a step of the backward, against about 1 here).
+//
+// A step waits for three products, each needing the last: E S, R = A X, F^T R (backwards F dS, P = A^T dR, E^T P). What
+// does not need the last one runs beside it: Qg S, Cq^T dO, Qg^T dO, the decay of the state.
+#include "cuda/sm90a/scan.h"
+
+#include "cuda/check.h"
+#include "cuda/device/scan.cuh"
+#include "cuda/device/state.cuh"
+#include "cuda/device/wgmma.cuh"
+
+namespace rewy::cuda::sm90a {
+namespace {
+
+using namespace scans;
+
+constexpr int kConsumers = 128;  ///< threads, one warpgroup
+constexpr int kWidth = 64;       ///< value columns a block
+constexpr int kMostKeys = 128;
+
+/// Of one consumer warp: rows it stores in 16-byte pieces.
+struct WarpBuffer {
+  unsigned char rows[16 * kTile * 2];
+};
+
+template <class C>
+constexpr int shared_bytes(int stages) {
+  return static_cast<int>(stages * sizeof(Stage<C>) + kConsumers / 32 * sizeof(WarpBuffer));
+}
+
+/// One warp of the warpgroup: 16 value columns through the sequence.
+template <class C>
+struct Consumer {
+  using T = typename C::T;
+  using Products = Accumulator<8>;  ///< [16 value columns, 64 tokens]
+  static constexpr int kKeySteps = C::kKeys / 16;
+  static constexpr bool kVector = C::kVector;
+
+  const Params& p;
+  const Job& job;
+  unsigned char* buffer;
+  int column;                        ///< first value column of the warp
+  int column_in_tile;                ///< the same in the stage's value tile
+  Accumulator<C::kKeys / 8> state;   ///< S^T or dS^T   [16 value columns, K]
+  std::uint32_t rounded[kKeySteps][4];  ///< the state before the step, as fragments
+
+  __device__ __forceinline__ static std::uint32_t address(const TileStorage& tile) { return ptx::shared_address(&tile); }
+
+  /// acc += state operand^T   [16, 64 tokens].
+  __device__ __forceinline__ void multiply_state(const Stage<C>& stage, int which, Products& acc, bool accumulate) const {
+#pragma unroll
+    for (int j = 0; j < kKeySteps; ++j) {
+      wgmma::multiply_async<T, false>(acc, rounded[j], wgmma::rows_of(address(stage.operand[which + j / 4]), 16 * (j % 4)),
+                                      accumulate || j > 0);
+    }
+  }
+  /// acc += x tile^T, x [16, 64 tokens]: forwards through A and Cq.
+  __device__ __forceinline__ static void multiply_rows(const TileStorage& tile, const std::uint32_t (&x)[4][4],
+                                                       Products& acc, bool accumulate) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      wgmma::multiply_async<T, false>(acc, x[j], wgmma::rows_of(address(tile), 16 * j), accumulate || j > 0);
+    }
+  }
+  /// acc += x tile: backwards through A and Cq.
+  __device__ __forceinline__ static void multiply_columns(const TileStorage& tile, const std::uint32_t (&x)[4][4],
+                                                          Products& acc, bool accumulate) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      wgmma::multiply_async<T, true>(acc, x[i], wgmma::columns_of(address(tile), 16 * i), accumulate || i > 0);
+    }
+  }
+  /// state +- x operand.
+  template <bool kNegate>
+  __device__ __forceinline__ void add_to_state(const Stage<C>& stage, int which, const std::uint32_t (&x)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      wgmma::multiply_async<T, true, kNegate>(state, x[i], wgmma::columns_of(address(stage.operand[which]), 16 * i), true);
+    }
+  }
+
+  __device__ __forceinline__ void decay_state(const Stage<C>& stage) {
+    if constexpr (kVector) {
+      scale_columns(state, stage.decay);
+    } else {
+      const float decay = stage.decay[0];
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.c[n][e] *= decay;
+      }
+    }
+  }
+
+  /// Rounds the state for this step's products, and keeps it where it is wanted.
+  __device__ __forceinline__ void round_state(void* states, int step) {
+#pragma unroll
+    for (int j = 0; j < kKeySteps; ++j) to_fragment<T>(state, j, rounded[j]);
+    if (states == nullptr) return;
+    T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
+#pragma unroll
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+      store_rows(buffer, to + tile * kTile, p.K, p.V - column, p.K - tile * kTile, [&](int j, std::uint32_t(&a)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = rounded[4 * tile + j][e];
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store_tokens(void* values, int step, const std::uint32_t (&x)[4][4]) const {
+    if (values == nullptr) return;
+    store_rows(buffer, static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile, p.V - column, kTile,
+               [&](int j, std::uint32_t(&a)[4]) {
+#pragma unroll
+                 for (int e = 0; e < 4; ++e) a[e] = x[j][e];
+               });
+  }
+
+  template <bool kOutput>
+  __device__ __forceinline__ void step_forward(int step, const Stage<C>& stage) {
+    round_state(p.state_t, step);
+    Products acc, o;
+    wgmma::begin();
+    multiply_state(stage, C::kErase, acc, false);  // step 5: (E S)^T
+    wgmma::commit();
+    if constexpr (kOutput) {
+      multiply_state(stage, C::kQuery, o, false);  // step 8, its first half: (Qg S)^T
+      wgmma::commit();
+      wgmma::wait<1>();
+    } else {
+      wgmma::wait<0>();
+    }
+    wgmma::hold(acc);
+    if constexpr (!kVector) scale_columns(acc, stage.erase_scale);
+    std::uint32_t x[4][4];
+    subtract_from_values(stage, column_in_tile, acc, x);  // step 6
+    wgmma::begin();
+    multiply_rows(stage.a, x, acc, false);  // step 7: R = A X
+    wgmma::commit();
+    decay_state(stage);
+    wgmma::wait<0>();
+    wgmma::hold(acc);
+    std::uint32_t r[4][4];
+    to_fragments<T>(acc, r);
+    if constexpr (!kVector) scale_columns(acc, stage.write_scale);
+    to_fragments<T>(acc, x);
+    if constexpr (kOutput) {
+      wgmma::hold(o);
+      if constexpr (!kVector) scale_columns(o, stage.query_scale);
+    }
+    wgmma::begin();
+    if constexpr (kOutput) {
+      multiply_rows(stage.cq, r, o, true);  // step 8: O = Qg S + Cq R
+      wgmma::commit();
+    }
+    add_to_state<false>(stage, C::kWrite, x);  // step 9
+    wgmma::commit();
+    store_tokens(p.r_t, step, r);
+    if constexpr (kOutput) {
+      wgmma::wait<1>();
+      wgmma::hold(o);
+      store_output<T>(p, job, stage.chunk, column, o);
+    }
+    wgmma::wait<0>();
+    wgmma::hold(state);
+  }
+
+  __device__ __forceinline__ void step_reverse(int step, const Stage<C>& stage) {
+    round_state(p.dstate_t, step);
+    std::uint32_t d_o[4][4], x[4][4];
+    load_output_gradient(stage, column_in_tile, d_o);
+    // Step 10: dR = Cq^T dO + F dS. Scalar gates scale the second half before the two are added.
+    Products acc;
+    if constexpr (kVector) {
+      wgmma::begin();
+      multiply_columns(stage.cq, d_o, acc, false);
+      multiply_state(stage, C::kWrite, acc, true);
+      wgmma::commit();
+      wgmma::wait<0>();
+      wgmma::hold(acc);
+    } else {
+      Products from_state;
+      wgmma::begin();
+      multiply_state(stage, C::kWrite, from_state, false);
+      multiply_columns(stage.cq, d_o, acc, false);
+      wgmma::commit();
+      wgmma::wait<0>();
+      wgmma::hold(acc);
+      wgmma::hold(from_state);
+      scale_columns(from_state, stage.write_scale);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc.c[n][e] += from_state.c[n][e];
+      }
+      scale_output_gradient(stage, d_o);
+    }
+    to_fragments<T>(acc, x);
+    wgmma::begin();
+    multiply_columns(stage.a, x, acc, false);  // step 11: P = A^T dR
+    wgmma::commit();
+    decay_state(stage);
+    wgmma::begin();
+    add_to_state<false>(stage, C::kQuery, d_o);  // step 12
+    wgmma::commit();
+    wgmma::wait<1>();
+    wgmma::hold(acc);
+    std::uint32_t sensitivity[4][4];
+    to_fragments<T>(acc, sensitivity);
+    if constexpr (!kVector) scale_columns(acc, stage.erase_scale);
+    to_fragments<T>(acc, x);
+    wgmma::begin();
+    add_to_state<true>(stage, C::kErase, x);
+    wgmma::commit();
+    store_tokens(p.p_t, step, sensitivity);
+    wgmma::wait<0>();
+    wgmma::hold(state);
+  }
+
+  template <bool kOutput>
+  __device__ __forceinline__ void run(const Stage<C>* stages) {
+    load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
+    int s = 0;
+    for (int step = 0; step < job.chunks; ++step) {
+      ptx::barrier_sync(kFull + s, job.threads);
+      if constexpr (kOutput) {
+        step_forward<true>(step, stages[s]);
+      } else if (job.reverse) {
+        step_reverse(step, stages[s]);
+      } else {
+        step_forward<false>(step, stages[s]);
+      }
+      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, job.threads);
+      s = s + 1 == job.stages ? 0 : s + 1;
+    }
+    if (kOutput || job.reverse) {
+      store_state_fp32(kOutput ? p.final_state : p.d_initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
+    }
+  }
+};
+
+template <class C, bool kOutput>
+__global__ void __launch_bounds__(kProducers + kConsumers, 1)
+    scan(const __grid_constant__ Params p, const int stages, const bool both) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Job job = find_job<kOutput>(p, kWidth, stages, both);
+  auto* ring = reinterpret_cast<Stage<C>*>(memory);
+  if (threadIdx.x < kProducers) {
+    produce<C>(p, job, ring, [] { wgmma::publish_shared(); });
+  } else {
+    auto* buffers = reinterpret_cast<WarpBuffer*>(ring + stages);
+    const int warp = (static_cast<int>(threadIdx.x) - kProducers) / 32;
+    Consumer<C> consumer{p, job, buffers[warp].rows, job.column + 16 * warp, 16 * warp, {}, {}};
+    consumer.template run<kOutput>(ring);
+  }
+#else
+  __trap();  // launched on compute capability 9.0 only
+#endif
+}
+
+template <class C, bool kOutput>
+void launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t stream) {
+  const std::int64_t blocks = p.sequences * p.HV * ((p.V + kWidth - 1) / kWidth) * (both ? 2 : 1);
+  if (blocks == 0) return;
+  int stages = kMostStages;
+  while (stages > 1 && shared_bytes<C>(stages) > device.shared_bytes_per_block) --stages;
+  const int bytes = shared_bytes<C>(stages);
+  const auto kernel = scan<C, kOutput>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
+  kernel<<<static_cast<unsigned>(blocks), kProducers + kConsumers, bytes, stream>>>(p, stages, both);
+  check_launch("scan");
+}
+
+}  // namespace
+
+bool scans_serve(const Params& p, const DeviceLimits& device) {
+  return device.compute_capability == 90 && p.K <= kMostKeys;
+}
+
+void launch_scan_output(const Params& p, const Kind& kind, const DeviceLimits& device, cudaStream_t stream) {
+  with_config<kMostKeys>(p.K, kind, [&]<class C>() { launch<C, true>(p, device, false, stream); });
+}
+
+void launch_scan_both(const Params& p, const Kind& kind, const DeviceLimits& device, bool states_saved,
+                      cudaStream_t stream) {
+  with_config<kMostKeys>(p.K, kind, [&]<class C>() { launch<C, false>(p, device, !states_saved, stream); });
+}
+
+}  // namespace rewy::cuda::sm90a
