@@ -76,7 +76,7 @@ struct Params {
   void* p_t;       ///< P^T                            [V, 64]
   float* decay;    ///< vector gates: lambda, FP32         [K]
 
-  RowSums* row_sums;  ///< shared strength: [chunk slot, value head][every 64 features]
+  RowSums* row_sums;  ///< shared strength: [chunk slot, value head][every 64 features, and the values]
 
   // Vector gates, by token, 16-bit. For scalar ones k and q take their place, and the scans scale rows of the products.
   // In a backward, E and F may lie in dg's rows, which the pullback overwrites last.

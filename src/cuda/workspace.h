@@ -67,7 +67,7 @@ inline void lay_out_workspace(const Problem& p, Direction direction, Given given
   at.dstate_t = take_blocks(arena, p, p.V, p.K);
   at.p_t = take_blocks(arena, p, p.V, kChunk);
   if (strength_of(p.op) == Strength::kShared) {
-    at.row_sums = arena.take<RowSums>(most_chunks(p) * p.HV * ((p.K + kChunk - 1) / kChunk));
+    at.row_sums = arena.take<RowSums>(most_chunks(p) * p.HV * ((p.K + kChunk - 1) / kChunk + 1));
   }
 }
 

@@ -19,17 +19,17 @@ namespace rewy::cuda {
 namespace pullback {
 namespace {
 
-/// Grid: [chunk slot][query head][tile of 64 features].
+/// Grid: [chunk slot][query head][tile of 64 features, and one for the values].
 template <class C, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   using Shared = SharedStorage<C>;
   using T = typename C::T;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  Job job;
   const int tiles = (p.K + kTile - 1) / kTile;
-  const int tile = static_cast<int>(blockIdx.x % tiles), feature = tile * kTile;
-  const unsigned rest = blockIdx.x / tiles;
+  const int tile = static_cast<int>(blockIdx.x % (tiles + 1)), feature = tile * kTile;
+  const unsigned rest = blockIdx.x / (tiles + 1);
+  Job job;
   job.slot = rest / p.H;
   job.key_head = static_cast<int>(rest % p.H);
   job.group = kGrouped ? p.HV / p.H : 1;
@@ -39,10 +39,17 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __g
 
   for (int member = 0; member < job.group; ++member) {
     const int head = job.key_head * job.group + member;
-    const GroupSum<T, kGrouped> group{group_sums, member, job.group};
+    RowSums* row_sums = p.row_sums + ((job.slot * p.HV + head) * (tiles + 1) + tile);
     if (kGrouped && member > 0) __syncthreads();  // the last head's memory has been read
-    if constexpr (!C::kVector) {
-      if (member == 0) stage_operands<C>(p, job, feature, shared);
+    if (tile == tiles) {
+      pull_back_values<C>(p, job, head, shared, row_sums);
+      continue;
+    }
+    const GroupSum<T, kGrouped> group{group_sums, member, job.group};
+    if constexpr (C::kVector) {
+      stage_columns<C>(p, job, head, feature, shared);
+    } else if (member == 0) {
+      stage_operands<C>(p, job, feature, shared);
     }
     copy_value_tiles<T>(p, job, head, feature, 0, shared.value);
     if constexpr (C::kVector) {
@@ -66,18 +73,14 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __g
     }
     if constexpr (!C::kIndependent) {
       __syncthreads();
-      RowSums& row_sums = p.row_sums[(job.slot * p.HV + head) * tiles + tile];
       const int i = static_cast<int>(threadIdx.x) % kTile, which = static_cast<int>(threadIdx.x) / kTile;
-      if (which == 0) {
-        const float value = feature == 0 ? shared.value_sum[0][i] + shared.value_sum[1][i] : 0.0f;
-        row_sums.strength[i] = shared.rows.strength[0][i] + shared.rows.strength[1][i] + value;
-      }
+      if (which == 0) row_sums->strength[i] = shared.rows.strength[0][i] + shared.rows.strength[1][i];
       if constexpr (!C::kVector) {
-        if (which == 1) row_sums.query[i] = shared.rows.query[0][i] + shared.rows.query[1][i];
-        if (which == 2) row_sums.write[i] = shared.rows.write[0][i] + shared.rows.write[1][i];
+        if (which == 1) row_sums->query[i] = shared.rows.query[0][i] + shared.rows.query[1][i];
+        if (which == 2) row_sums->write[i] = shared.rows.write[0][i] + shared.rows.write[1][i];
         if (which == 3 && i < 32) {
           const float sum = state_sum(shared);
-          if (i == 0) row_sums.state = shared.decay[0] * sum;
+          if (i == 0) row_sums->state = shared.decay[0] * sum;
         }
       }
     }
@@ -92,10 +95,12 @@ __global__ void __launch_bounds__(kThreads) pullback_sums(const __grid_constant_
   const int head = static_cast<int>(index % p.HV);
   const ChunkAt at = locate(p, index / p.HV);
   const int tiles = (p.K + kTile - 1) / kTile;
-  const RowSums* sums = p.row_sums + index * tiles;
+  const RowSums* sums = p.row_sums + index * (tiles + 1);
   const int first = 2 * (static_cast<int>(threadIdx.x) & 31);
   if (at.tokens == 0) return;
-  float strength[2] = {}, after[2] = {}, before[2] = {}, state = 0.0f;
+  float strength[2], after[2] = {}, before[2] = {}, state = 0.0f;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) strength[e] = sums[tiles].strength[first + e];
   for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -135,7 +140,7 @@ void launch_tiles(const Params& p, cudaStream_t stream) {
   const int bytes = shared_bytes<C>(kGrouped);
   const auto kernel = pullback<C, kGrouped>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "pullback");
-  const std::int64_t blocks = p.chunks * p.H * ((p.K + kTile - 1) / kTile);
+  const std::int64_t blocks = p.chunks * p.H * ((p.K + kTile - 1) / kTile + 1);
   kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
   check_launch("pullback");
 }

@@ -59,9 +59,18 @@ struct ScalarGateStorage {
 };
 
 struct VectorGateStorage {
+  TileStorage q, k;                          ///< as they lie   [64 tokens, 64 features]
+  float decay[kTile][kTile];                 ///< g, from step 0 on exp(g)
   float2 diagonal[kBlocks][kBlock][kBlock];  ///< {Hq, D} of pairs inside a block
   float block_decay[kBlocks][kTile];         ///< by feature
   float block_sum[2][kBlocks][kTile];        ///< of dG and of F * dF, by feature
+};
+
+/// What a block works on.
+struct Job {
+  ChunkAt at;
+  std::int64_t slot;
+  int key_head, group;
 };
 
 template <class C>
@@ -81,16 +90,8 @@ struct SharedStorage {
   float hq_diagonal[kTile];
   float state_sum[8][kTile];    ///< sum over value columns of S * dS+, eighth by eighth
   float decay[kTile];           ///< lambda by feature; scalar gates: element 0
-  float value_sum[2][kTile];    ///< <v, P> by token
   RowHalves rows;
   // Behind, for grouped heads: the sums of dq and dk, FP32 [2][64][64].
-};
-
-/// What a block works on.
-struct Job {
-  ChunkAt at;
-  std::int64_t slot;
-  int key_head, group;
 };
 
 /// Accumulators of one head and feature tile. A warp has 16 token rows and 32 columns of each.
@@ -129,34 +130,83 @@ __device__ __forceinline__ void copy_value_tiles(const Params& p, const Job& job
   ptx::copy_commit();
 }
 
-/// dV = w P, dw = v P and <v, P>, from the fragment of P that a warp holds: 16 tokens, 16 value columns.
-template <class C>
-__device__ __forceinline__ void finish_values(const Params& p, const Job& job, int head, int value, int row,
-                                              const float* beta, const std::uint32_t (&sensitivity)[4],
-                                              float (&value_sum)[2]) {
+/// dV = w P, dw = v P and, of shared strengths, <v, P> by token: a block of its own, so that the others' registers and
+/// their first tile are spared it. Tiles are rewritten where they lie and stored in 16-byte pieces.
+template <class C, class Shared>
+__device__ __forceinline__ void pull_back_values(const Params& p, const Job& job, int head, Shared& shared,
+                                                 RowSums* row_sums) {
   using T = typename C::T;
+  const Place at = place();
+  TileStorage& sensitivity = shared.value.p_t;
+  TileStorage& values = shared.value.d_o;
+  TileStorage& strengths = shared.value.r_t;
+  const std::int64_t index = job.slot * p.HV + head;
+  float sums[2] = {0.0f, 0.0f};
+  if (!C::kIndependent && threadIdx.x < kTile) shared.beta[threadIdx.x] = shared_strength(p, job.at, head, threadIdx.x);
+  for (int value = 0; value < p.V; value += kTile) {
+    const auto copy = [&](TileStorage& tile, const Rows& rows) {
+      copy_tile<kThreads>(ptx::shared_address(&tile),
+                          row_pointer<const T>(rows, job.at.batch, job.at.token, head) + value, rows.token,
+                          job.at.tokens, p.V - value);
+    };
+    const auto store = [&](const TileStorage& tile, const Rows& rows) {
+      if (rows.data == nullptr) return;
+      const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 8;
+      T* to = row_pointer<T>(rows, job.at.batch, job.at.token + row, head) + value + column;
+      const int left = value + column < p.V ? job.at.tokens - row : 0;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int i = row + lane_row() + 8 * (e % 2);
-    const int c = value + lane_column() + 8 * (e / 2);
-    if (i >= job.at.tokens || c >= p.V) continue;
-    const std::int64_t token = job.at.token + i;
-    const float2 x = unpack<T>(sensitivity[e]);
-    const float2 v = unpack<T>(*reinterpret_cast<const std::uint32_t*>(row_pointer<const T>(p.v, job.at.batch, token, head) + c));
-    float2 strength;
-    if constexpr (C::kIndependent) {
-      strength = unpack<T>(*reinterpret_cast<const std::uint32_t*>(row_pointer<const T>(p.w, job.at.batch, token, head) + c));
-      if (p.dw.data != nullptr) {
-        *reinterpret_cast<std::uint32_t*>(row_pointer<T>(p.dw, job.at.batch, token, head) + c) = pack<T>(v.x * x.x, v.y * x.y);
+      for (int i = 0; i < kTile; i += kThreads / 8) {
+        if (i < left) {
+          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile.bytes + tile_offset(row + i, column));
+        }
+        to += kThreads / 8 * rows.token;
       }
-    } else {
-      strength.x = strength.y = beta[i];
-      value_sum[e % 2] += v.x * x.x + v.y * x.y;
+    };
+    __syncthreads();  // the last tiles have been stored
+    copy_tile<kThreads>(ptx::shared_address(&sensitivity), static_cast<const T*>(p.p_t) + (index * p.V + value) * kTile,
+                        kTile, p.V - value, kTile);
+    copy(values, p.v);
+    if constexpr (C::kIndependent) copy(strengths, p.w);
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = at.column + 16 * j;
+      std::uint32_t a[4];
+      load_a_transposed(ptx::shared_address(&sensitivity), column, at.row, a);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = at.row + lane_row() + 8 * (e % 2);
+        const std::uint32_t offset = tile_offset(row, column + lane_column() + 8 * (e / 2));
+        std::uint32_t& v_pair = *reinterpret_cast<std::uint32_t*>(values.bytes + offset);
+        const float2 x = unpack<T>(a[e]), v = unpack<T>(v_pair);
+        float2 strength;
+        if constexpr (C::kIndependent) {
+          std::uint32_t& w_pair = *reinterpret_cast<std::uint32_t*>(strengths.bytes + offset);
+          strength = unpack<T>(w_pair);
+          w_pair = pack<T>(v.x * x.x, v.y * x.y);
+        } else {
+          strength.x = strength.y = shared.beta[row];
+          sums[e % 2] += v.x * x.x + v.y * x.y;
+        }
+        v_pair = pack<T>(strength.x * x.x, strength.y * x.y);
+      }
     }
-    if (p.dv.data != nullptr) {
-      *reinterpret_cast<std::uint32_t*>(row_pointer<T>(p.dv, job.at.batch, token, head) + c) =
-          pack<T>(strength.x * x.x, strength.y * x.y);
+    __syncthreads();
+    store(values, p.dv);
+    if constexpr (C::kIndependent) store(strengths, p.dw);
+  }
+  if constexpr (!C::kIndependent) {
+    RowHalves& rows = shared.rows;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      sums[e] += __shfl_xor_sync(~0u, sums[e], 1);
+      sums[e] += __shfl_xor_sync(~0u, sums[e], 2);
+      if (threadIdx.x % 4 == 0) rows.strength[at.column / 32][at.row + lane_row() + 8 * e] = sums[e];
     }
+    __syncthreads();
+    if (threadIdx.x < kTile) row_sums->strength[threadIdx.x] = rows.strength[0][threadIdx.x] + rows.strength[1][threadIdx.x];
   }
 }
 
@@ -168,7 +218,6 @@ __device__ __forceinline__ void multiply_values(const Params& p, const Job& job,
   const Place at = place();
   sums.query.clear(), sums.erase.clear(), sums.write.clear(), sums.hq.clear(), sums.d.clear();
   float2 state_sum = {0.0f, 0.0f};
-  float value_sum[2] = {0.0f, 0.0f};
   const int pair = threadIdx.x % 32, eighth = threadIdx.x / 32;
   for (int value = 0; value < p.V; value += kTile) {
     if (value > 0) {
@@ -201,14 +250,6 @@ __device__ __forceinline__ void multiply_values(const Params& p, const Job& job,
         multiply_pair<T>(sums.d, 2 * n, a_p, b);
       }
     }
-    if (feature == 0) {
-#pragma unroll 1
-      for (int j = at.column / 16; j < at.column / 16 + 2 && value + 16 * j < p.V; ++j) {
-        std::uint32_t a_p[4];
-        load_a_transposed(sensitivity, 16 * j, at.row, a_p);
-        finish_values<C>(p, job, head, value + 16 * j, at.row, shared.beta, a_p, value_sum);
-      }
-    }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const std::uint32_t offset = tile_offset(8 * eighth + e, 2 * pair);
@@ -219,14 +260,6 @@ __device__ __forceinline__ void multiply_values(const Params& p, const Job& job,
     }
   }
   *reinterpret_cast<float2*>(&shared.state_sum[eighth][2 * pair]) = state_sum;
-  if (feature == 0) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      value_sum[e] += __shfl_xor_sync(~0u, value_sum[e], 1);
-      value_sum[e] += __shfl_xor_sync(~0u, value_sum[e], 2);
-      if (threadIdx.x % 4 == 0) shared.value_sum[at.column / 32][at.row + lane_row() + 8 * e] = value_sum[e];
-    }
-  }
 }
 
 /// Stores a pair of columns of a matrix as high and low halves.

@@ -7,65 +7,100 @@
 
 namespace rewy::cuda::pullback {
 
-/// One feature of one block, from memory. Rows past the tail are zero and do not decay.
-template <class C>
+/// Step 0: q, k and g of the tile's features, on their way to shared memory.
+template <class C, class Shared>
+__device__ __forceinline__ void stage_columns(const Params& p, const Job& job, int head, int feature, Shared& shared) {
+  using T = typename C::T;
+  const auto copy = [&](TileStorage& tile, const Rows& rows) {
+    copy_tile<kThreads>(ptx::shared_address(&tile),
+                        row_pointer<const T>(rows, job.at.batch, job.at.token, job.key_head) + feature, rows.token,
+                        job.at.tokens, p.K - feature);
+  };
+  copy(shared.gate.q, p.q);
+  copy(shared.gate.k, p.k);
+  const int row = static_cast<int>(threadIdx.x) / 16, column = static_cast<int>(threadIdx.x) % 16 * 4;
+  const float* g = row_pointer<const float>(p.g, job.at.batch, job.at.token + row, head) + feature + column;
+  const int left = feature + column < p.K ? job.at.tokens - row : 0;
+#pragma unroll
+  for (int i = 0; i < kTile; i += kThreads / 16) {
+    ptx::copy_async_16(ptx::shared_address(&shared.gate.decay[row + i][column]), g, i < left);
+    g += kThreads / 16 * p.g.token;
+  }
+  ptx::copy_commit();
+}
+
+/// One feature of one block. Rows past the tail are zero and do not decay.
+template <class C, class Shared>
 struct Column {
   using T = typename C::T;
-  float decay[kBlock], k[kBlock], q[kBlock];
-  float strength[C::kIndependent ? kBlock : 1];
+  const Shared& shared;
+  int first;  ///< row
+  int f;      ///< feature of the tile
+  std::uint32_t strength[C::kIndependent ? kBlock / 2 : 1];  ///< b of two rows each
 
-  __device__ __forceinline__ void load(const Params& p, const Job& job, int head, int first_row, int feature) {
-    const std::int64_t token = job.at.token + first_row;
-    const float* g = row_pointer<const float>(p.g, job.at.batch, token, head) + feature;
-    const T* q_row = row_pointer<const T>(p.q, job.at.batch, token, job.key_head) + feature;
-    const T* k_row = row_pointer<const T>(p.k, job.at.batch, token, job.key_head) + feature;
-    const T* b_row = C::kIndependent ? row_pointer<const T>(p.b, job.at.batch, token, head) + feature : nullptr;
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const bool valid = first_row + i < job.at.tokens && feature < p.K;
-      decay[i] = valid ? g[i * p.g.token] : 0.0f;
-      q[i] = valid ? static_cast<float>(q_row[i * p.q.token]) : 0.0f;
-      k[i] = valid ? static_cast<float>(k_row[i * p.k.token]) : 0.0f;
-      if constexpr (C::kIndependent) strength[i] = valid ? static_cast<float>(b_row[i * p.b.token]) : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) decay[i] = decay_of(decay[i]);
-  }
-  /// b_i of the erase vector b_i * k_i.
-  __device__ __forceinline__ float erase_strength(int i, const float* beta) const {
+  __device__ __forceinline__ Column(const Params& p, const Job& job, int head, int feature, const Shared& s)
+      : shared(s), first(static_cast<int>(threadIdx.x) / kTile * kBlock), f(static_cast<int>(threadIdx.x) % kTile) {
     if constexpr (C::kIndependent) {
-      return strength[i];
-    } else {
-      return beta[i];
+      const T* b = row_pointer<const T>(p.b, job.at.batch, job.at.token + first, head) + feature + f;
+      const int left = feature + f < p.K ? job.at.tokens - first : 0;
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        const std::uint32_t bits = i < left ? *reinterpret_cast<const std::uint16_t*>(b) : 0u;
+        strength[i / 2] = i % 2 == 0 ? bits : strength[i / 2] | bits << 16;
+        b += p.b.token;
+      }
     }
+  }
+  __device__ __forceinline__ float decay(int i) const { return shared.gate.decay[first + i][f]; }
+  __device__ __forceinline__ float q(int i) const { return element(shared.gate.q, i); }
+  __device__ __forceinline__ float k(int i) const { return element(shared.gate.k, i); }
+  /// b_i of the erase vector b_i * k_i.
+  __device__ __forceinline__ float erase_strength(int i) const {
+    if constexpr (C::kIndependent) {
+      const float2 pair = unpack<T>(strength[i / 2]);
+      return i % 2 == 0 ? pair.x : pair.y;
+    } else {
+      return shared.beta[first + i];
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float element(const TileStorage& tile, int i) const {
+    return static_cast<float>(*reinterpret_cast<const T*>(tile.bytes + tile_offset(first + i, f)));
   }
 };
 
-/// Step 0: the operands between blocks, a thread for each block and feature.
+/// Step 0: the operands between blocks, a thread for each block and feature. Turns g into decays.
 template <class C, class Shared>
 __device__ __forceinline__ void prepare_vector(const Params& p, const Job& job, int head, int feature, Shared& shared) {
   using T = typename C::T;
-  const int block = threadIdx.x / kTile, f = threadIdx.x % kTile, first = block * kBlock;
   if (!C::kIndependent && threadIdx.x < kTile) shared.beta[threadIdx.x] = shared_strength(p, job.at, head, threadIdx.x);
-  Column<C> column;
-  column.load(p, job, head, first, feature + f);
+  const Column<C, Shared> column(p, job, head, feature, shared);
+  ptx::copy_wait<1>();  // the value tiles may still be under way
   __syncthreads();
+  const int first = column.first, f = column.f;
   const auto store = [&](int which, int row, float x) {
     *reinterpret_cast<T*>(shared.operand[which].bytes + tile_offset(row, f)) = static_cast<T>(x);
   };
+  float decay[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    decay[i] = decay_of(column.decay(i));
+    shared.gate.decay[first + i][f] = decay[i];  // read by this thread alone
+  }
   float receive = 1.0f, send = 1.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    receive *= column.decay[i];
-    store(0, first + i, receive * column.q[i]);
-    store(2, first + i, receive * (column.erase_strength(i, shared.beta + first) * column.k[i]));
+    receive *= decay[i];
+    store(0, first + i, receive * column.q(i));
+    store(2, first + i, receive * (column.erase_strength(i) * column.k(i)));
   }
 #pragma unroll
   for (int i = kBlock - 1; i >= 0; --i) {
-    store(1, first + i, send * column.k[i]);
-    send *= column.decay[i];
+    store(1, first + i, send * column.k(i));
+    send *= decay[i];
   }
-  shared.gate.block_decay[block][f] = send;
+  shared.gate.block_decay[first / kBlock][f] = send;
 }
 
 /// Step 4: Hq and D, masked; the pairs inside a block apart, in FP32.
@@ -159,80 +194,103 @@ template <class C, class Shared, class Group>
 __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, int head, int feature, Shared& shared,
                                               const Group& group) {
   using T = typename C::T;
-  const int block = threadIdx.x / kTile, f = threadIdx.x % kTile, first = block * kBlock;
-  const bool inside = feature + f < p.K;
-  const float* beta = shared.beta + first;
+  const Column<C, Shared> column(p, job, head, feature, shared);
+  const int first = column.first, f = column.f, block = first / kBlock;
+  const int left = feature + f < p.K ? job.at.tokens - first : 0;  // rows that exist
   const auto& diagonal = shared.gate.diagonal[block];
-  Column<C> column;
-  column.load(p, job, head, first, feature + f);
-  const auto valid = [&](int i) { return inside && first + i < job.at.tokens; };
-  const auto key_row = [&](const Rows& rows, int i) {
-    return row_pointer<T>(rows, job.at.batch, job.at.token + first + i, job.key_head) + feature + f;
-  };
+  float decay[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) decay[i] = column.decay(i);
 
   // Rows: what reaches q_i and e_i = b_i k_i. The gate's sums take the operands as rounded for the products, so that a
   // pair of blocks gives its two ends the same number and cancels where both lie behind a token.
-  float receive = 1.0f;
+  {
+    const bool stores = p.dq.data != nullptr && group.last();
+    T* to = row_pointer<T>(p.dq, job.at.batch, job.at.token + first, job.key_head) + feature + f;
+    float k[kBlock];
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    receive *= column.decay[i];
-    float query = 0.0f, erase = 0.0f, ratio = 1.0f;
+    for (int i = 0; i < kBlock; ++i) k[i] = column.k(i);
+    float receive = 1.0f;
 #pragma unroll
-    for (int j = i - 1; j >= 0; --j) {
-      ratio *= column.decay[j + 1];
-      const float key = ratio * column.k[j];
-      query += diagonal[i][j].x * key;
-      erase += diagonal[i][j].y * key;
+    for (int i = 0; i < kBlock; ++i) {
+      receive *= decay[i];
+      float query = 0.0f, erase = 0.0f, ratio = 1.0f;
+#pragma unroll
+      for (int j = i - 1; j >= 0; --j) {
+        ratio *= decay[j + 1];
+        const float key = ratio * k[j];
+        query += diagonal[i][j].x * key;
+        erase += diagonal[i][j].y * key;
+      }
+      float& query_sum = shared.exchange[0].at(first + i, f);
+      float& erase_sum = shared.exchange[1].at(first + i, f);
+      const float q = column.q(i), e = column.erase_strength(i) * k[i];
+      const float dq = receive * query_sum + query + shared.hq_diagonal[first + i] * k[i];
+      const float d_gate = rounded<T>(receive * q) * query_sum + q * query +
+                           (rounded<T>(receive * e) * erase_sum + e * erase);
+      erase_sum = receive * erase_sum + erase;
+      query_sum = d_gate;
+      const float sum = group.add(0, first + i, f, dq);
+      if (stores && i < left) *to = static_cast<T>(sum);
+      to += p.dq.token;
+      __syncwarp();  // keeps the next row's loads behind this row: registers
     }
-    float& query_sum = shared.exchange[0].at(first + i, f);
-    float& erase_sum = shared.exchange[1].at(first + i, f);
-    const float e = column.erase_strength(i, beta) * column.k[i];
-    const float dq = receive * query_sum + query + shared.hq_diagonal[first + i] * column.k[i];
-    const float d_gate = rounded<T>(receive * column.q[i]) * query_sum + column.q[i] * query +
-                         (rounded<T>(receive * e) * erase_sum + e * erase);
-    erase_sum = receive * erase_sum + erase;
-    query_sum = d_gate;
-    const float sum = group.add(0, first + i, f, dq);
-    if (p.dq.data != nullptr && group.last() && valid(i)) *key_row(p.dq, i) = static_cast<T>(sum);
   }
 
   // Columns: what reaches k_j.
-  float send = 1.0f, after = 0.0f, writes = 0.0f;
+  {
+    const bool stores = p.dk.data != nullptr && group.last();
+    T* to = row_pointer<T>(p.dk, job.at.batch, job.at.token + first + kBlock - 1, job.key_head) + feature + f;
+    T* strength_to = C::kIndependent && p.db.data != nullptr
+                         ? row_pointer<T>(p.db, job.at.batch, job.at.token + first + kBlock - 1, head) + feature + f
+                         : nullptr;
+    float q[kBlock], e[kBlock];
 #pragma unroll
-  for (int j = kBlock - 1; j >= 0; --j) {
-    float key = 0.0f, ratio = 1.0f;
-#pragma unroll
-    for (int i = j + 1; i < kBlock; ++i) {
-      ratio *= column.decay[i];
-      const float e = column.erase_strength(i, beta) * column.k[i];
-      key += ratio * (diagonal[i][j].x * column.q[i] + diagonal[i][j].y * e);
+    for (int i = 0; i < kBlock; ++i) {
+      q[i] = column.q(i);
+      e[i] = column.erase_strength(i) * column.k(i);
     }
-    const float d_erase = shared.exchange[1].at(first + j, f);
-    const float d_key = shared.exchange[2].at(first + j, f);
-    float& d_write = shared.exchange[3].at(first + j, f);
-    const float dk = column.erase_strength(j, beta) * d_erase + send * (d_key + d_write) + key +
-                     shared.hq_diagonal[first + j] * column.q[j];
-    after += shared.exchange[0].at(first + j, f) - (rounded<T>(send * column.k[j]) * d_key + column.k[j] * key);
-    shared.exchange[0].at(first + j, f) = after;
-    d_write *= send * column.k[j];
-    writes += d_write;
-    const float strength = column.k[j] * d_erase;
-    if constexpr (C::kIndependent) {
-      if (p.db.data != nullptr && valid(j)) {
-        row_pointer<T>(p.db, job.at.batch, job.at.token + first + j, head)[feature + f] = static_cast<T>(strength);
+    float send = 1.0f, after = 0.0f, writes = 0.0f;
+#pragma unroll
+    for (int j = kBlock - 1; j >= 0; --j) {
+      float key = 0.0f, ratio = 1.0f;
+#pragma unroll
+      for (int i = j + 1; i < kBlock; ++i) {
+        ratio *= decay[i];
+        key += ratio * (diagonal[i][j].x * q[i] + diagonal[i][j].y * e[i]);
       }
-    } else {
-      shared.exchange[1].at(first + j, f) = strength;
+      const float k = column.k(j);
+      const float d_erase = shared.exchange[1].at(first + j, f);
+      const float d_key = shared.exchange[2].at(first + j, f);
+      float& d_write = shared.exchange[3].at(first + j, f);
+      const float dk = column.erase_strength(j) * d_erase + send * (d_key + d_write) + key +
+                       shared.hq_diagonal[first + j] * q[j];
+      after += shared.exchange[0].at(first + j, f) - (rounded<T>(send * k) * d_key + k * key);
+      shared.exchange[0].at(first + j, f) = after;
+      d_write *= send * k;
+      writes += d_write;
+      const float strength = k * d_erase;
+      if constexpr (C::kIndependent) {
+        if (strength_to != nullptr) {
+          if (j < left) *strength_to = static_cast<T>(strength);
+          strength_to -= p.db.token;
+        }
+      } else {
+        shared.exchange[1].at(first + j, f) = strength;
+      }
+      const float sum = group.add(1, first + j, f, dk);
+      if (stores && j < left) *to = static_cast<T>(sum);
+      to -= p.dk.token;
+      send *= decay[j];
+      __syncwarp();
     }
-    const float sum = group.add(1, first + j, f, dk);
-    if (p.dk.data != nullptr && group.last() && valid(j)) *key_row(p.dk, j) = static_cast<T>(sum);
-    send *= column.decay[j];
+    shared.gate.block_sum[0][block][f] = after;
+    shared.gate.block_sum[1][block][f] = writes;
   }
-  shared.gate.block_sum[0][block][f] = after;
-  shared.gate.block_sum[1][block][f] = writes;
   __syncthreads();
 
   if (p.dg.data != nullptr) {
+    float* to = row_pointer<float>(p.dg, job.at.batch, job.at.token + first, head) + feature + f;
     float later = 0.0f, earlier = 0.0f, lambda = 1.0f, state = 0.0f;
 #pragma unroll
     for (int other = kBlocks - 1; other >= 0; --other) {
@@ -248,10 +306,8 @@ __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, i
     earlier += lambda * state;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      if (valid(i)) {
-        row_pointer<float>(p.dg, job.at.batch, job.at.token + first + i, head)[feature + f] =
-            (shared.exchange[0].at(first + i, f) + later) + earlier;
-      }
+      if (i < left) *to = (shared.exchange[0].at(first + i, f) + later) + earlier;
+      to += p.dg.token;
       earlier += shared.exchange[3].at(first + i, f);
     }
   }
