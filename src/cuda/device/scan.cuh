@@ -213,7 +213,7 @@ __device__ __forceinline__ void announce(int barrier, int threads, Publish&& pub
 template <class C, class Publish>
 __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages, Publish&& publish) {
   if (job.chunks == 0) return;
-  const bool late = job.stages > 1;
+  const bool late = job.stages > 2;
   const Copies<C> copies{p, job};
   const bool has_scalars = threadIdx.x < 32 && !(C::kVector && C::kIndependent);
   ChunkAt at = locate(p, job.slot(0));

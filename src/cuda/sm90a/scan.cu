@@ -97,10 +97,12 @@ struct Consumer {
     }
   }
 
-  /// Rounds the state for this step's products, and keeps it where it is wanted.
-  __device__ __forceinline__ void round_state(void* states, int step) {
+  __device__ __forceinline__ void round_state() {
 #pragma unroll
     for (int j = 0; j < kKeySteps; ++j) to_fragment<T>(state, j, rounded[j]);
+  }
+  /// Stores the state before the step, as rounded, where it is wanted.
+  __device__ __forceinline__ void store_state(void* states, int step) const {
     if (states == nullptr) return;
     T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
 #pragma unroll
@@ -123,7 +125,7 @@ struct Consumer {
 
   template <bool kOutput>
   __device__ __forceinline__ void step_forward(int step, const Stage<C>& stage) {
-    round_state(p.state_t, step);
+    round_state();
     Products acc, o;
     wgmma::begin();
     multiply_state(stage, C::kErase, acc, false);  // step 5: (E S)^T
@@ -131,6 +133,9 @@ struct Consumer {
     if constexpr (kOutput) {
       multiply_state(stage, C::kQuery, o, false);  // step 8, its first half: (Qg S)^T
       wgmma::commit();
+    }
+    store_state(p.state_t, step);
+    if constexpr (kOutput) {
       wgmma::wait<1>();
     } else {
       wgmma::wait<0>();
@@ -171,7 +176,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void step_reverse(int step, const Stage<C>& stage) {
-    round_state(p.dstate_t, step);
+    round_state();
     std::uint32_t d_o[4][4], x[4][4];
     load_output_gradient(stage, column_in_tile, d_o);
     // Step 10: dR = Cq^T dO + F dS. Scalar gates scale the second half before the two are added.
@@ -181,6 +186,7 @@ struct Consumer {
       multiply_columns(stage.cq, d_o, acc, false);
       multiply_state(stage, C::kWrite, acc, true);
       wgmma::commit();
+      store_state(p.dstate_t, step);
       wgmma::wait<0>();
       wgmma::hold(acc);
     } else {
@@ -189,6 +195,7 @@ struct Consumer {
       multiply_state(stage, C::kWrite, from_state, false);
       multiply_columns(stage.cq, d_o, acc, false);
       wgmma::commit();
+      store_state(p.dstate_t, step);
       wgmma::wait<0>();
       wgmma::hold(acc);
       wgmma::hold(from_state);
