@@ -9,7 +9,7 @@ SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h' '*.cu' '*.cuh'
 # Tests that use threads take turns on the cores instead of spinning on them.
 CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
 
-.PHONY: build cuda demo test asan consumers bench-build bench-cpu format format-check tidy neon clean
+.PHONY: build cuda demo test asan consumers bench-build bench-cpu bench-cuda format format-check tidy neon clean
 
 build:
 	@cmake/install-packages $(PACKAGES)
@@ -48,6 +48,10 @@ bench-build:
 
 bench-cpu: bench-build
 	bench/run_cpu.py --build build
+
+# On a machine with an NVIDIA GPU; what else it takes, and BENCH_CUDA's options, is in docs/performance.md.
+bench-cuda: cuda
+	bench/run_cuda.py --rewy build/rewy $(BENCH_CUDA)
 
 # The version of clang-format that Debian 12 has: another one breaks lines elsewhere.
 format:
