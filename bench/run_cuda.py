@@ -268,7 +268,7 @@ def read_kernels(argument):
         return json.loads(pathlib.Path(argument).read_text())
     op, direction, path = argument.split(":", 2)
     lines = pathlib.Path(path).read_text().splitlines()
-    head = next(i for i, line in enumerate(lines) if "Kernel Name" in line or line.rstrip().endswith("Name"))
+    head = next(i for i, line in enumerate(lines) if "Kernel Name" in line or line.rstrip('" ').endswith("Name"))
     times = {}
     to_us = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
     for row in csv.DictReader(lines[head:]):
