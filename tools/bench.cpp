@@ -41,7 +41,7 @@ Timing time_problem(const std::string& text, const Options& o, const std::string
   const Case c = parse_case(text);
   const Data data = make_data(c);
   const Call call = data.call();
-  RunOptions options{.backend = o.device.backend(), .threads = o.device.threads};
+  RunOptions options = o.device.how();
   options.backward = direction != "fwd";
   const bool count_forward = direction != "bwd";
   Timing t;
@@ -86,6 +86,10 @@ void bench_gpu(const Options& o, const std::string& command) {
   std::printf("%s, driver %s, CUDA %s; graphs of %d calls, %d observations, L2 state: %s\n", gpu.name.c_str(),
               gpu.driver_version.empty() ? "unknown" : gpu.driver_version.c_str(),
               cuda_version_text(gpu.runtime).c_str(), timing.calls, timing.observations, l2);
+  if (o.device.architecture != 0) {
+    std::printf("kernels for at most compute capability %d.%d\n", o.device.architecture / 10,
+                o.device.architecture % 10);
+  }
   std::printf(
       "floor: the bytes at %.2f TB/s or the products at %.0f TFLOP/s, whichever takes longer (H200, measured)\n",
       kH200BytesPerSecond * 1e-12, kH200OperationsPerSecond * 1e-12);
@@ -97,7 +101,7 @@ void bench_gpu(const Options& o, const std::string& command) {
     progress.at(i, lines[i]);
     const Case c = for_device(parse_case(lines[i]), device);
     const std::string text = format_case(c);
-    for (const DeviceTiming& t : time_on_device(c, device, o.direction, timing)) {
+    for (const DeviceTiming& t : time_on_device(c, o.device.how(), o.direction, timing)) {
       const double seconds = median(t.seconds);
       const double mib = static_cast<double>(t.peak()) / (1 << 20);
       progress.clear();
@@ -119,6 +123,7 @@ void bench_gpu(const Options& o, const std::string& command) {
                       {"direction", t.direction},
                       {"saved", t.saved},
                       {"backend", t.backend},
+                      {"kernels", t.kernels},
                       {"median_s", seconds},
                       {"min_s", t.seconds.front()},
                       {"max_s", t.seconds.back()},
@@ -146,6 +151,7 @@ void bench_gpu(const Options& o, const std::string& command) {
                         {"toolkit", cuda_version_text(gpu.runtime)},
                         {"l2_state", l2},
                         {"calls_a_graph", timing.calls}}},
+                      {"architecture", o.device.architecture},
                       {"problems", rows}});
 }
 

@@ -14,7 +14,7 @@ std::size_t bytes_of(const Run& run, bool backward) {
 
 }  // namespace
 
-std::vector<DeviceTiming> time_on_device(const Case& c, const Device& device, const std::string& direction,
+std::vector<DeviceTiming> time_on_device(const Case& c, const RunOptions& how, const std::string& direction,
                                          const TimingOptions& options) {
   const Data data = make_data(c);
   std::vector<DeviceTiming> all;
@@ -24,19 +24,22 @@ std::vector<DeviceTiming> time_on_device(const Case& c, const Device& device, co
     t.saved = saved;
     t.floor = call_floor(c.problem, backward ? Direction::kBackward : Direction::kForward, saved);
     t.seconds = time_replays(
-        device, *placed.stream(), [&] { backward ? placed.backward() : placed.forward(); }, options);
+        how.device, *placed.stream(), [&] { backward ? placed.backward() : placed.forward(); }, options);
     const Run& run = placed.described();
     t.backend = run.backend;
+    t.kernels = run.kernels;
     t.workspace = backward ? placed.backward_workspace() : placed.forward_workspace();
     t.saved_bytes = saved ? run.forward_bytes.saved : 0;
     t.outputs = bytes_of(run, backward);
     all.push_back(std::move(t));
   };
   if (direction != "bwd") {
-    PlacedCall plain(data.call(), {.device = device, .backward = false});
+    RunOptions alone = how;
+    alone.backward = false;
+    PlacedCall plain(data.call(), alone);
     time(plain, false, false);
   }
-  PlacedCall training(data.call(), {.device = device});
+  PlacedCall training(data.call(), how);
   if (direction != "bwd") time(training, false, true);
   if (direction != "fwd") {
     training.forward();

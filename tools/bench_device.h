@@ -15,7 +15,7 @@ namespace rewy::tool {
 struct DeviceTiming {
   std::string direction;  ///< fwd, bwd
   bool saved = false;     ///< fwd: keeps what its policy says for the backward; bwd: has been given that
-  std::string backend;
+  std::string backend, kernels;
   std::vector<double> seconds;  ///< of one call, sorted
   Floor floor;
   std::size_t workspace = 0, saved_bytes = 0, outputs = 0;
@@ -25,8 +25,8 @@ struct DeviceTiming {
 };
 
 /// The forward without and with saved bytes, and the backward after one forward that is not timed. `direction` is fwd,
-/// bwd or all.
-std::vector<DeviceTiming> time_on_device(const Case&, const Device&, const std::string& direction,
+/// bwd or all; of the options device, backend and architecture count.
+std::vector<DeviceTiming> time_on_device(const Case&, const RunOptions&, const std::string& direction,
                                          const TimingOptions&);
 
 }  // namespace rewy::tool

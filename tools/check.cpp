@@ -40,17 +40,16 @@ std::string row_text(const CheckResult& r) {
 
 nlohmann::ordered_json json_of(const CheckResult& r) {
   nlohmann::ordered_json row{{"case", r.text},       {"passed", r.passed},   {"declined", r.declined},
-                             {"backend", r.backend}, {"seconds", r.seconds}, {"detail", r.detail}};
+                             {"backend", r.backend}, {"kernels", r.kernels}, {"seconds", r.seconds},
+                             {"detail", r.detail}};
   if (!r.comparisons.empty()) row["outputs"] = to_json(r.comparisons);
   return row;
 }
 
 std::string repeat_command(const CheckResult& r, const Options& o) {
   std::string command = "rewy check " + r.text;
-  if (o.device.device != "auto") command += " --device " + o.device.device;
   if (o.repeat > 1) command += " --repeat " + std::to_string(o.repeat);
-  if (o.device.threads != 0) command += " --threads " + std::to_string(o.device.threads);
-  return command;
+  return command + o.device.text();
 }
 
 std::vector<std::string> chosen_lines(const Options& o) {
@@ -68,8 +67,8 @@ std::vector<std::string> chosen_lines(const Options& o) {
 }
 
 CheckResult check_line(const std::string& line, const Options& o, int jobs) {
-  if (is_property_line(line)) return check_property(line, o.device.backend(), o.device.target());
-  RunOptions options{.device = o.device.target(), .backend = o.device.backend(), .threads = o.device.threads};
+  RunOptions options = o.device.how();
+  if (is_property_line(line)) return check_property(line, options);
   if (o.no_poison) options.poison.reset();
   if (jobs > 1 && options.threads == 0) options.threads = 1;  // the rows are spread over the threads already
   return check_case(line, options, o.repeat);
@@ -141,6 +140,7 @@ int check(const Options& o, const std::string& command) {
   if (!o.json.empty()) {
     write_json(o.json, {{"command", command},
                         {"device", o.device.on_gpu() ? device_info(o.device.target()).name : "cpu"},
+                        {"architecture", o.device.architecture},
                         {"passed", passed},
                         {"failed", failed},
                         {"declined", declined},

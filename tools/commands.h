@@ -9,6 +9,7 @@
 
 #include "device.h"
 #include "rewy/rewy.h"
+#include "run_case.h"
 #include "target.h"
 
 namespace rewy::tool {
@@ -30,6 +31,7 @@ std::string reason_of(const std::exception&);
 struct DeviceOptions {
   std::string device = "auto";
   int threads = 0;
+  int architecture = 0;
   void add(CLI::App&);
   Device target() const { return parse_device(device); }
   bool on_gpu() const { return names_cuda(device); }
@@ -38,7 +40,13 @@ struct DeviceOptions {
   /// Throws DeviceError where a GPU is asked for and none can be used, before any work is done.
   void require() const {
     if (on_gpu()) use_device(target());
+    if (!on_gpu() && architecture != 0) throw Error("device", "arch", "--device cuda", "--device " + device);
   }
+  RunOptions how() const {
+    return {.device = target(), .backend = backend(), .architecture = architecture, .threads = threads};
+  }
+  /// What --device, --arch and --threads are to be to repeat this, with a space before each.
+  std::string text() const;
 };
 
 /// Words of one problem, as the shell split them; also accepted as one quoted word.

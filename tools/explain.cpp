@@ -18,14 +18,16 @@ void add_explain(CLI::App& app, int&) {
   command->add_option("problem", options->problem, "op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 ...")->required();
   command->callback([options] {
     const Case c = parse_case(joined(options->problem));
-    const Execution execution{
-        .device = options->device.target(), .threads = options->device.threads, .backend = options->device.backend()};
+    const Execution execution{.device = options->device.target(),
+                              .threads = options->device.threads,
+                              .backend = options->device.backend(),
+                              .architecture = options->device.architecture};
     std::printf("%s\n", format_case(c).c_str());
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       const Explanation explanation = explain(c.problem, direction, execution);
       Table table({"backend", "answer"});
       for (const Explanation::Row& row : explanation.rows) {
-        table.add({row.backend, row.reason.empty() ? "serves it" : "declines: " + row.reason});
+        table.add({row.backend, row.answer()});
       }
       std::printf("\n%s\n%s", std::string(name(direction)).c_str(), table.text("  ").c_str());
       if (explanation.backend.empty()) {

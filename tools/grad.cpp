@@ -254,13 +254,14 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
     std::fprintf(stderr, "rewy: %s: note: tensor '%s' ignored\n", path.c_str(), name.c_str());
   }
   const std::string out = output_path(o, path);
-  const RunOptions how{.device = o.device.target(), .backend = o.device.backend(), .threads = o.device.threads};
+  const RunOptions how = o.device.how();
   Run result = run(layer.data.call(), how);
   if (o.repeats > 1) take_median_times(layer.data.call(), how, o.repeats, result);
 
   std::printf("%s\n", path.c_str());
   std::printf("  problem    %s\n", problem_text(p).c_str());
-  std::printf("  ran        %s, policy %s, graph %s, intra %s, gram %s\n", result.backend.c_str(), o.policy.c_str(),
+  const std::string ran = result.backend + (result.kernels.empty() ? "" : ", " + result.kernels);
+  std::printf("  ran        %s, policy %s, graph %s, intra %s, gram %s\n", ran.c_str(), o.policy.c_str(),
               o.graph.c_str(), o.intra.c_str(), o.gram.c_str());
   const std::string where =
       o.device.on_gpu() ? device_info(how.device).name
@@ -309,6 +310,7 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
             {"V", p.V},
             {"scale", p.query_scale()},
             {"backend", result.backend},
+            {"kernels", result.kernels},
             {"policy", o.policy},
             {"graph", o.graph},
             {"intra", o.intra},

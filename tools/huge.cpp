@@ -60,12 +60,12 @@ class HugeTensors {
 
 }  // namespace
 
-void check_huge(Operator op, const Device& device) {
+void check_huge(Operator op, const Device& device, int architecture) {
   const Case c = for_device(
       parse_case("op=" + std::string(name(op)) + " T=1000 H=16 K=128 h0=1 dht=1 dtype=bf16 gate=mild"), device);
   const Data data = make_data(c);
   const Call row = data.call();
-  const Run alone = run(row, {.device = device});
+  const Run alone = run(row, {.device = device, .architecture = architecture});
 
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   const std::int64_t elements = row.in.q.elements();
@@ -87,7 +87,7 @@ void check_huge(Operator op, const Device& device) {
     if (view.given()) outputs.emplace_back(name, view);
     return view;
   };
-  Execution execution{.device = device, .stream = stream.get()};
+  Execution execution{.device = device, .stream = stream.get(), .architecture = architecture};
   {
     const Bytes bytes = workspace_bytes(p, Direction::kForward, execution);
     HugeTensors passing(device, p.B);

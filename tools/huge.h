@@ -9,6 +9,6 @@ namespace rewy::tool {
 /// the first row, the last, and those on both sides of 2^31 elements against the row alone, in bits. A row's size
 /// divides no power of two, so that an offset cut to 32 bits lands inside another token. Throws std::runtime_error
 /// where they differ, DeviceError where the device has not the memory: up to 110 GB.
-void check_huge(Operator, const Device&);
+void check_huge(Operator, const Device&, int architecture);
 
 }  // namespace rewy::tool

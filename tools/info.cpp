@@ -9,11 +9,14 @@
 namespace rewy::tool {
 namespace {
 
-void print_gpu(const Device& device) {
+void print_gpu(const Device& device, int architecture) {
   const DeviceInfo info = device_info(device);
   std::printf("gpu               %s, %s\n", device_text(device).c_str(), info.name.c_str());
   std::printf("  architecture    compute capability %d.%d, %d multiprocessors\n", info.major, info.minor,
               info.multiprocessors);
+  if (architecture != 0) {
+    std::printf("  kernels         for at most compute capability %d.%d\n", architecture / 10, architecture % 10);
+  }
   std::printf("  memory          %s, L2 cache %s\n", bytes_text(info.memory).c_str(),
               bytes_text(info.l2_cache).c_str());
   std::printf("  shared memory   %s at most a block\n", bytes_text(info.shared_per_block).c_str());
@@ -37,7 +40,7 @@ void add_info(CLI::App& app, int&) {
     std::printf("threads           %d\n", default_threads());
     std::printf("operators         deltanet, gdn, kda, gdn2\n");
     std::printf("backends          cpu, reference%s\n", built_for_devices() ? ", cuda" : "");
-    if (options->on_gpu()) print_gpu(options->target());
+    if (options->on_gpu()) print_gpu(options->target(), options->architecture);
   });
 }
 

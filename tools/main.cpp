@@ -1,4 +1,5 @@
 // rewy: gradients of delta-rule attention from files, and the checks and timings of this library.
+#include <charconv>
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -32,10 +33,29 @@ void DeviceOptions::add(CLI::App& app) {
     }
     return "expected auto, cpu, reference, cuda or cuda:N, got '" + text + "'";
   };
+  const auto architecture_known = [](const std::string& text) -> std::string {
+    int value = -1;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool number = error == std::errc{} && end == text.data() + text.size();
+    if (number && (value == 0 || (value >= 80 && value < 1000))) return {};
+    return "expected 0, or 80 and up (below 1000), got '" + text + "'";
+  };
   app.add_option("--device", device, "auto (the CPU), cpu, reference, cuda or cuda:N (a GPU by its number)")
       ->check(known)
       ->capture_default_str();
+  app.add_option("--arch", architecture,
+                 "On a GPU: only kernels for at most this compute capability, 80 for 8.0; 0: the GPU's own")
+      ->check(architecture_known)
+      ->capture_default_str();
   app.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::Range(0, 4096))->capture_default_str();
+}
+
+std::string DeviceOptions::text() const {
+  std::string text;
+  if (device != "auto") text += " --device " + device;
+  if (architecture != 0) text += " --arch " + std::to_string(architecture);
+  if (threads != 0) text += " --threads " + std::to_string(threads);
+  return text;
 }
 
 std::string reason_of(const std::exception& e) {

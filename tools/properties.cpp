@@ -55,6 +55,7 @@ Case parse(const PropertySetting& s, const std::string& rest) {
 
 Run run_on(const PropertySetting& s, const Call& call, RunOptions options = {}) {
   options.device = s.device;
+  options.architecture = s.architecture;
   options.backend = s.backend;
   // Small calls: starting a team costs more than they do, and `determinism` compares the numbers of threads.
   if (options.threads == 0) options.threads = 1;
@@ -544,10 +545,14 @@ std::vector<Call> calls_of(const std::vector<Data>& data) {
   return calls;
 }
 
+RunOptions options_of(const PropertySetting& s) {
+  return {.device = s.device, .backend = s.backend, .architecture = s.architecture};
+}
+
 void captured_in_a_graph(const PropertySetting& s) {
   const std::vector<Data> data = three_contents(s);
   const std::vector<Call> calls = calls_of(data);
-  const std::vector<Run> replayed = run_captured(calls, {.device = s.device, .backend = s.backend});
+  const std::vector<Run> replayed = run_captured(calls, options_of(s));
   for (std::size_t i = 0; i < calls.size(); ++i) {
     require_equal("contents " + std::to_string(i) + " in a graph captured with contents 0", replayed[i],
                   run_on(s, calls[i]));
@@ -557,14 +562,14 @@ void captured_in_a_graph(const PropertySetting& s) {
 void on_streams_at_once(const PropertySetting& s) {
   const std::vector<Data> data = three_contents(s);
   const std::vector<Call> calls = calls_of(data);
-  const std::vector<Run> together = run_together(calls, {.device = s.device, .backend = s.backend});
+  const std::vector<Run> together = run_together(calls, options_of(s));
   for (std::size_t i = 0; i < calls.size(); ++i) {
     require_equal("stream " + std::to_string(i) + " beside others", together[i], run_on(s, calls[i]));
   }
 }
 
 void beyond_32_bits(const PropertySetting& s) {
-  check_huge(s.op, s.device);
+  check_huge(s.op, s.device, s.architecture);
 }
 
 bool any(Operator) {
@@ -627,10 +632,10 @@ bool is_property_line(const std::string& text) {
   return text.find("property=") != std::string::npos;
 }
 
-CheckResult check_property(const std::string& text, Backend backend, const Device& device) {
+CheckResult check_property(const std::string& text, const RunOptions& options) {
   std::string names;
   for (const Property& property : properties()) names += (names.empty() ? "" : "|") + property.name;
-  PropertySetting setting{.backend = backend, .device = device};
+  PropertySetting setting{.backend = options.backend, .device = options.device, .architecture = options.architecture};
   const Property* chosen = nullptr;
   std::istringstream words(text);
   for (std::string word; words >> word;) {
@@ -653,13 +658,13 @@ CheckResult check_property(const std::string& text, Backend backend, const Devic
     throw Error("check", "op", "an operator with a gate for property " + chosen->name, std::string(name(setting.op)));
   }
 
-  if (!chosen->holds_on(device)) {
-    throw Error("check", "device", "one that property " + chosen->name + " is about", device_text(device));
+  if (!chosen->holds_on(options.device)) {
+    throw Error("check", "device", "one that property " + chosen->name + " is about", device_text(options.device));
   }
 
   CheckResult result;
   result.text = "property=" + chosen->name + " op=" + std::string(name(setting.op));
-  result.backend = device.kind == DeviceKind::kCuda ? name(device.kind) : name(backend);
+  result.backend = options.device.kind == DeviceKind::kCuda ? name(options.device.kind) : name(options.backend);
   const auto start = std::chrono::steady_clock::now();
   try {
     chosen->check(setting);

@@ -13,6 +13,7 @@ struct PropertySetting {
   Operator op = Operator::kKda;
   Backend backend = Backend::kAutomatic;
   Device device{};
+  int architecture = 0;  ///< Execution::architecture
 };
 
 /// What a property is about.
@@ -37,7 +38,7 @@ std::vector<std::string> property_lines(const Device& = {});
 bool is_property_line(const std::string& text);
 
 /// A row of `rewy check` for a property line. Like check_case(), it turns exceptions into failed rows; a line that
-/// names no property throws rewy::Error.
-CheckResult check_property(const std::string& text, Backend backend, const Device& = {});
+/// names no property throws rewy::Error. Of the options device, backend and architecture count.
+CheckResult check_property(const std::string& text, const RunOptions&);
 
 }  // namespace rewy::tool

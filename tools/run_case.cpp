@@ -168,9 +168,12 @@ PlacedCall::PlacedCall(const Call& call, const RunOptions& options)
   execution_ = {.device = options.device,
                 .stream = site_->stream() != nullptr ? site_->stream()->get() : nullptr,
                 .threads = options.threads,
-                .backend = options.backend};
+                .backend = options.backend,
+                .architecture = options.architecture};
   run_.products = products_of(options.device);
-  run_.backend = explain(p, options.backward ? Direction::kBackward : Direction::kForward, execution_).backend;
+  const Explanation why = explain(p, options.backward ? Direction::kBackward : Direction::kForward, execution_);
+  run_.backend = why.backend;
+  if (!why.rows.empty()) run_.kernels = why.rows.back().kernels;
 
   std::vector<TensorView> in;
   for (const auto& [name, view] : named_inputs(call)) in.push_back(site_->input(name, view));
@@ -256,6 +259,7 @@ Run PlacedCall::collect() const& {
   site_->collect(run_);
   Run copy;
   copy.backend = run_.backend;
+  copy.kernels = run_.kernels;
   copy.products = run_.products;
   copy.forward_work = run_.forward_work;
   copy.backward_work = run_.backward_work;
@@ -478,6 +482,7 @@ CheckResult check_case(const std::string& text, const RunOptions& options, int r
       throw std::runtime_error("computed, although it should have been refused: " + expected.reason);
     }
     result.backend = actual.backend;
+    result.kernels = actual.kernels;
     require_repeatable(data.call(), options, repeats, actual);
     result.comparisons = compare(actual, run_reference(data.call(), options.threads), c.keys);
     result.passed = true;

@@ -15,6 +15,7 @@ namespace rewy::tool {
 struct RunOptions {
   Device device{};  ///< a GPU: the call runs on copies, its outputs are copied back, and calls of threads take turns
   Backend backend = Backend::kAutomatic;
+  int architecture = 0;  ///< Execution::architecture
   int threads = 0;
   bool forward = true;  ///< false: only the backward, from nothing saved
   bool backward = true;
@@ -38,6 +39,7 @@ struct Output {
 
 struct Run {
   std::string backend;  ///< the one that ran
+  std::string kernels;  ///< which of its kernels, where it chooses among some
   Products products = Products::kWide;
   std::vector<Output> outputs;
   Work forward_work, backward_work;
@@ -131,7 +133,7 @@ struct CheckResult {
   std::string text;  ///< what repeats it: the arguments of `rewy check`
   bool passed = false;
   bool declined = false;  ///< refused, as is documented for this device: neither passed nor failed
-  std::string backend;
+  std::string backend, kernels;
   std::string worst_output;
   double worst_error = 0;  ///< relative, of the output nearest to its tolerance
   double worst_allowed = 0;

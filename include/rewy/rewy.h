@@ -126,6 +126,7 @@ struct Execution {
   void* stream = nullptr;  ///< cudaStream_t of a CUDA call (null: the default stream); must be null on the CPU
   int threads = 0;         ///< CPU threads; 0: all the OpenMP runtime gives. Never changes a bit of a result.
   Backend backend = Backend::kAutomatic;
+  int architecture = 0;  ///< CUDA: kernels for at most this compute capability (80 for 8.0); 0: the device's own
   std::span<std::byte>
       workspace{};       ///< bytes as Bytes says, on `device`, 64-byte aligned; contents before and after mean nothing
   Work* work = nullptr;  ///< if set, receives what the call executed
@@ -139,7 +140,7 @@ struct Bytes {
   std::size_t without_dg = 0;
 };
 
-/// Bytes of one call. All grow linearly with T. Uses only device, threads and backend of `execution`.
+/// Bytes of one call. All grow linearly with T. Uses only device, threads, backend and architecture of `execution`.
 Bytes workspace_bytes(const Problem&, Direction, const Execution& = {});
 
 void forward(const Problem&, const ForwardArgs&, const Execution&);
@@ -149,7 +150,9 @@ void backward(const Problem&, const BackwardArgs&, const Execution&);
 struct Explanation {
   struct Row {
     std::string backend;
-    std::string reason;  ///< empty: it serves the problem
+    std::string reason;          ///< empty: it serves the problem
+    std::string kernels;         ///< of the backend that serves, where it chooses among kernels: "portable scans"
+    std::string answer() const;  ///< "serves it, portable scans" or "declines: ..."
   };
   std::string backend;    ///< the chosen one; empty if none serves
   std::vector<Row> rows;  ///< in the order of the table, up to the chosen one

@@ -16,6 +16,8 @@ struct BackendEntry {
   Bytes (*bytes)(const Problem&, Direction, const Execution&);
   void (*forward)(const Problem&, const ForwardArgs&, const Execution&);
   void (*backward)(const Problem&, const BackwardArgs&, const Execution&);
+  /// Which kernels compute a problem that it serves, where a device has a choice; null: there is none.
+  std::string (*kernels)(const Problem&, Direction, const Execution&) = nullptr;
 };
 
 extern const BackendEntry kCudaBackend;       // src/cuda/, in builds with REWY_CUDA only

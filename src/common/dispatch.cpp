@@ -41,8 +41,9 @@ Choice look_up(Table table, const Problem& p, Direction direction, const Executi
   for (const BackendEntry* entry : table) {
     if (execution.backend != Backend::kAutomatic && execution.backend != entry->id) continue;
     const std::string reason = reason_against(*entry, table, p, direction, execution);
-    choice.explanation.rows.push_back({std::string(name(entry->id)), reason});
+    choice.explanation.rows.push_back({std::string(name(entry->id)), reason, {}});
     if (reason.empty()) {
+      if (entry->kernels != nullptr) choice.explanation.rows.back().kernels = entry->kernels(p, direction, execution);
       choice.entry = entry;
       choice.explanation.backend = name(entry->id);
       break;
@@ -81,10 +82,15 @@ Explanation explain(const Problem& p, Direction direction, const Execution& exec
   return explain(kTable, p, direction, execution);
 }
 
+std::string Explanation::Row::answer() const {
+  if (!reason.empty()) return "declines: " + reason;
+  return kernels.empty() ? "serves it" : "serves it, " + kernels;
+}
+
 std::string Explanation::text() const {
   std::string text;
   for (const Row& row : rows) {
-    text += row.backend + (row.reason.empty() ? " serves it" : " declines: " + row.reason) + "\n";
+    text += row.backend + " " + row.answer() + "\n";
   }
   if (backend.empty()) text += "no backend serves it\n";
   return text;

@@ -320,6 +320,14 @@ void validate(const Problem& p, Direction direction, const Execution& execution)
   if (execution.device.kind == DeviceKind::kCpu && execution.stream != nullptr) {
     check.refuse("stream", "none on the cpu", "one");
   }
+  constexpr int kLeastArchitecture = 80;
+  if (execution.architecture != 0 && execution.device.kind == DeviceKind::kCpu) {
+    check.refuse("architecture", "0 on the cpu", std::to_string(execution.architecture));
+  }
+  if (execution.architecture != 0 && execution.architecture < kLeastArchitecture) {
+    check.refuse("architecture", "0 or at least " + std::to_string(kLeastArchitecture),
+                 std::to_string(execution.architecture));
+  }
   // Each thread has scratch of its own in the workspace: a bound keeps the sum of bytes from overflowing.
   constexpr int kMostThreads = 4096;
   if (execution.threads < 0 || execution.threads > kMostThreads) {

@@ -11,7 +11,7 @@ namespace rewy {
 /// "kda backward", the first words of every message.
 std::string operation(const Problem&, Direction);
 
-/// What the size functions need: the problem itself, and device, stream and threads of the execution.
+/// What the size functions need: the problem itself, and device, stream, threads and architecture of the execution.
 void validate(const Problem&, Direction, const Execution& = {});
 
 /// The tensors and memory of a call whose problem is valid; `bytes` is what the chosen backend asks for.

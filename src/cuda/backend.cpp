@@ -11,6 +11,7 @@
 #include "common/validate.h"
 #include "cuda/check.h"
 #include "cuda/kernels.h"
+#include "cuda/sm90a/scan.h"
 #include "cuda/workspace.h"
 
 namespace rewy {
@@ -241,7 +242,7 @@ struct Launches {
   Launches(const Problem& p, const Execution& execution)
       : kind(kind_of(p)),
         device(execution.device.index),
-        limits(device_limits(execution.device.index).limits),
+        limits(restricted(device_limits(execution.device.index).limits, execution.architecture)),
         stream(static_cast<cudaStream_t>(execution.stream)),
         packed(p.segments.has_value()),
         sequences(p.sequences() > 0),
@@ -310,9 +311,15 @@ void backward_cuda(const Problem& p, const BackwardArgs& args, const Execution& 
   if (on.packed && on.tokens) launch_zero_tail(params, on.kind, on.stream);
 }
 
+std::string kernels_cuda(const Problem& p, Direction direction, const Execution& execution) {
+  const DeviceLimits limits = restricted(device_limits(execution.device.index).limits, execution.architecture);
+  const bool warpgroups = sm90a::scans_serve(Views(p, direction).params({}), limits);
+  return warpgroups ? "scans with warpgroup products of sm_90a" : "portable scans";
+}
+
 }  // namespace
 
-const BackendEntry kCudaBackend{Backend::kCuda, DeviceKind::kCuda, declines_cuda,
-                                bytes_cuda,     forward_cuda,      backward_cuda};
+const BackendEntry kCudaBackend{Backend::kCuda, DeviceKind::kCuda, declines_cuda, bytes_cuda,
+                                forward_cuda,   backward_cuda,     kernels_cuda};
 
 }  // namespace rewy

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "cuda/params.h"
 #include "rewy/rewy.h"
 
@@ -23,6 +25,12 @@ struct DeviceLimits {
   int shared_bytes_per_block = 0;  ///< opt-in maximum
   int compute_capability = 0;      ///< 90 for 9.0
 };
+
+/// The device as one of a lower compute capability: its memory and multiprocessors, the other's kernels.
+inline DeviceLimits restricted(DeviceLimits limits, int architecture) {
+  if (architecture != 0) limits.compute_capability = std::min(limits.compute_capability, architecture);
+  return limits;
+}
 
 /// Packed calls: fills first_chunk and chunk_table from cu_seqlens, clamped to [0, T] and made non-decreasing.
 void launch_chunk_table(const Params&, cudaStream_t);

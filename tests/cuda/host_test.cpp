@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "common/backend.h"
+#include "cuda/kernels.h"
+#include "cuda/sm90a/scan.h"
 #include "cuda/workspace.h"
 
 namespace rewy::cuda {
@@ -72,6 +74,17 @@ TEST(CudaDeclines, ByProblem) {
   EXPECT_EQ(declines(with([](Problem& p) { p.T = std::int64_t{1} << 31; })), counts);
   EXPECT_EQ(declines(with([](Problem& p) { p.B = std::int64_t{1} << 27, p.T = 1; })), counts);
   EXPECT_EQ(declines(with([](Problem& p) { p.segments = std::int64_t{1} << 27; })), counts);
+}
+
+TEST(Architecture, OnlyLowersADevice) {
+  const DeviceLimits hopper{.multiprocessors = 132, .shared_bytes_per_block = 232448, .compute_capability = 90};
+  EXPECT_EQ(restricted(hopper, 0).compute_capability, 90);
+  EXPECT_EQ(restricted(hopper, 80).compute_capability, 80);
+  EXPECT_EQ(restricted(hopper, 120).compute_capability, 90);
+  EXPECT_EQ(restricted(hopper, 80).shared_bytes_per_block, hopper.shared_bytes_per_block);
+  Params p{};
+  p.K = p.V = 128;
+  EXPECT_FALSE(sm90a::scans_serve(p, restricted(hopper, 80)));
 }
 
 // Everything else is a question of the device alone.

@@ -286,6 +286,22 @@ TEST_F(Cli, DevicesAreNamedOrRefused) {
   EXPECT_EQ(rewy("info --device cpu").status, 0);
 }
 
+TEST_F(Cli, ArchitecturesAreRefusedOrTaken) {
+  for (const char* word : {"79", "-80", "sm_80", "8.0", "80a", "1000"}) {
+    const Ran r = rewy(std::string("info --device cuda --arch ") + word);
+    EXPECT_EQ(r.status, 2) << word;
+    EXPECT_NE(r.err.find("expected 0, or 80 and up"), std::string::npos) << r.err;
+  }
+  for (const char* command : {"info", "check op=kda T=8 H=1 K=8", "bench op=kda T=8 H=1 K=8"}) {
+    const Ran r = rewy(std::string(command) + " --arch 80");
+    EXPECT_EQ(r.status, 2) << command;
+    EXPECT_NE(r.err.find("argument 'arch': expected --device cuda"), std::string::npos) << r.err;
+  }
+  EXPECT_EQ(rewy("explain op=kda T=8 H=1 K=8 --arch 80").status, 2);
+  const std::string explain = "explain op=kda T=8 H=1 K=8 dtype=bf16 --device cuda --arch ";
+  EXPECT_EQ(rewy(explain + "80").status, rewy(explain + "0").status);
+}
+
 TEST_F(Cli, WithoutAGpuEveryCommandSaysSoInOneLine) {
   if (rewy("info --device cuda").status == 0) GTEST_SKIP() << "this machine has a GPU";
   const std::string file = layer("op=kda T=8 H=1 K=8 dtype=bf16");

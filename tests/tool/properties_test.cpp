@@ -8,7 +8,7 @@ namespace {
 class Properties : public testing::TestWithParam<std::string> {};
 
 TEST_P(Properties, HoldOnTheCpu) {
-  const CheckResult r = check_property(GetParam(), Backend::kCpu);
+  const CheckResult r = check_property(GetParam(), {.backend = Backend::kCpu});
   EXPECT_TRUE(r.passed) << r.text << ": " << r.detail;
 }
 
@@ -19,9 +19,9 @@ INSTANTIATE_TEST_SUITE_P(All, Properties, testing::ValuesIn(property_lines()), [
 });
 
 TEST(PropertyLine, RefusesUnknownNames) {
-  EXPECT_THROW(check_property("property=beauty op=kda", Backend::kCpu), Error);
-  EXPECT_THROW(check_property("property=reset op=deltanet", Backend::kCpu), Error);
-  EXPECT_THROW(check_property("property=reset T=5", Backend::kCpu), Error);
+  EXPECT_THROW(check_property("property=beauty op=kda", {.backend = Backend::kCpu}), Error);
+  EXPECT_THROW(check_property("property=reset op=deltanet", {.backend = Backend::kCpu}), Error);
+  EXPECT_THROW(check_property("property=reset T=5", {.backend = Backend::kCpu}), Error);
 }
 
 }  // namespace

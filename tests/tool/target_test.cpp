@@ -70,7 +70,7 @@ TEST(Target, PropertiesOfAGpuAreItsOwn) {
   EXPECT_FALSE(has(cpu, "property=capture op=kda") || has(gpu, "property=graphs op=kda"));
   EXPECT_TRUE(has(gpu, "property=causality op=gdn") && has(cpu, "property=causality op=gdn"));
   EXPECT_FALSE(has(gpu, "property=huge op=kda"));  // by name only
-  EXPECT_THROW(check_property("property=capture op=kda", Backend::kCpu), Error);
+  EXPECT_THROW(check_property("property=capture op=kda", {.backend = Backend::kCpu}), Error);
 }
 
 }  // namespace

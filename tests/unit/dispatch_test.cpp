@@ -22,7 +22,10 @@ const BackendEntry kSecond{Backend::kReference, DeviceKind::kCpu, odd, bytes, fo
 constexpr const BackendEntry* kTable[] = {&kFirst, &kSecond};
 
 // The same with a row for another device before them.
-const BackendEntry kOther{Backend::kCuda, DeviceKind::kCuda, wide, bytes, forward, backward};
+std::string by_architecture(const Problem&, Direction, const Execution& execution) {
+  return execution.architecture == 80 ? "old kernels" : "";
+}
+const BackendEntry kOther{Backend::kCuda, DeviceKind::kCuda, wide, bytes, forward, backward, by_architecture};
 constexpr const BackendEntry* kBothDevices[] = {&kOther, &kFirst, &kSecond};
 
 // What the library's own table says first of a call on the CPU: a line more in builds with CUDA.
@@ -115,6 +118,16 @@ TEST(Explain, RowsUpToTheChosen) {
   const Explanation none = explain(kTable, problem(9, 3), Direction::kBackward, {});
   EXPECT_EQ(none.backend, "");
   EXPECT_EQ(none.text(), "cpu declines: K is above 8\nreference declines: V is odd\nno backend serves it\n");
+}
+
+TEST(Explain, NamesTheKernelsOfTheChosen) {
+  const auto text = [](std::int64_t K, int architecture) {
+    const Execution execution{.device = {DeviceKind::kCuda, 0}, .architecture = architecture};
+    return explain(kBothDevices, problem(K, 4), Direction::kForward, execution).rows.front().answer();
+  };
+  EXPECT_EQ(text(8, 0), "serves it");
+  EXPECT_EQ(text(8, 80), "serves it, old kernels");
+  EXPECT_EQ(text(9, 80), "declines: K is above 8");
 }
 
 TEST(Explain, RefusesWhatIsNoProblem) {

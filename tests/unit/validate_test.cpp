@@ -205,6 +205,7 @@ TEST(Validate, Execution) {
              {
                  {[](Call& c) { c.execution.threads = -2; }, "threads", "0 to 4096", "-2"},
                  {[](Call& c) { c.execution.threads = 4097; }, "threads", "0 to 4096", "4097"},
+                 {[](Call& c) { c.execution.architecture = 80; }, "architecture", "0 on the cpu", "80"},
                  {[](Call& c) { c.execution.stream = &c; }, "stream", "none on the cpu", "one"},
                  {[](Call& c) { c.execution.backend = static_cast<Backend>(9); }, "backend", "a value of its enum",
                   "another one"},
@@ -582,6 +583,24 @@ TEST(Validate, MemoryWithoutDg) {
         EXPECT_EQ(e.argument(), "workspace");
         EXPECT_EQ(e.expected(), "at least " + std::to_string(bwd) + " bytes");
       }
+    }
+  }
+}
+
+TEST(Validate, Architecture) {
+  const Call call(Operator::kKda, DType::kBF16);
+  const auto check = [&](int architecture) {
+    validate(call.p, Direction::kForward, {.device = {DeviceKind::kCuda, 0}, .architecture = architecture});
+  };
+  for (const int architecture : {0, 80, 86, 90, 120}) EXPECT_NO_THROW(check(architecture)) << architecture;
+  for (const int architecture : {-80, 1, 8, 79}) {
+    try {
+      check(architecture);
+      ADD_FAILURE() << architecture;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.argument(), "architecture");
+      EXPECT_EQ(e.expected(), "0 or at least 80");
+      EXPECT_EQ(e.actual(), std::to_string(architecture));
     }
   }
 }
