@@ -9,7 +9,7 @@ SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h' '*.cu' '*.cuh'
 # Tests that use threads take turns on the cores instead of spinning on them.
 CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
 
-.PHONY: build cuda demo test asan consumers bench-build bench-cpu bench-cuda format format-check tidy neon clean
+.PHONY: build cuda demo test asan consumers bench-build bench-cpu bench-cuda format format-check sanitize-cuda tidy neon clean
 
 build:
 	@cmake/install-packages $(PACKAGES)
@@ -35,6 +35,10 @@ asan:
 	cmake --preset asan
 	cmake --build build-asan -j $(JOBS)
 	$(CTEST) --test-dir build-asan -LE '^slow$$'
+
+# compute-sanitizer over a short case list; needs a GPU.
+sanitize-cuda: cuda
+	tests/cuda/sanitize
 
 # Projects that use the installed library, and the library as a subdirectory. Part of `make test` too.
 consumers: build

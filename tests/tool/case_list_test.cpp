@@ -1,6 +1,9 @@
 // The whole case list on the CPU backend; what `rewy check` runs.
 #include <gtest/gtest.h>
 
+#include <set>
+#include <utility>
+
 #include "console.h"
 #include "run_case.h"
 #include "target.h"
@@ -30,6 +33,19 @@ TEST(CaseList, LinesAreDistinctAndFormatBack) {
   std::sort(seen.begin(), seen.end());
   const auto twice = std::adjacent_find(seen.begin(), seen.end());
   EXPECT_EQ(twice, seen.end()) << *twice;
+}
+
+TEST(CaseList, SanitizedProblemsAreServedAsWritten) {
+  const Device gpu{DeviceKind::kCuda, 0};
+  std::set<std::pair<Operator, DType>> kinds;
+  for (const std::string& line : list("sanitize.txt")) {
+    const Case c = parse_case(line);
+    kinds.emplace(c.problem.op, c.problem.dtype);
+    EXPECT_EQ(for_device(c, gpu).problem.dtype, c.problem.dtype) << line;
+    EXPECT_EQ(service(for_device(c, gpu), gpu).kind, Service::Kind::kServed) << line;
+    EXPECT_TRUE(check_case(line, {.backend = Backend::kCpu}).passed) << line;
+  }
+  EXPECT_EQ(kinds.size(), 8u);  // four operators, two types
 }
 
 TEST(CaseList, BenchProblemsRead) {
