@@ -34,7 +34,8 @@ class Svg:
 
     def text(self, x, y, text, kind="", anchor="start", turn=False):
         turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
-        self.parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turned}>{escape(text)}</text>')
+        self.parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turned}>'
+                          f'{escape(text)}</text>')
 
     def line(self, x1, y1, x2, y2, kind):
         self.parts.append(f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
@@ -93,7 +94,8 @@ def grouped_bars(title, series, panels, axis, number, mark=None):
             shown = [(i, v) for i, v in enumerate(values) if v is not None]
             x = left + room * (g + 0.5) - bar * len(shown) / 2
             for i, value in shown:
-                svg.bar(x + 1, y(value), bar - 2, base - y(value), COLOURS[i], f"{name} {group}, {series[i]}: {number(value)}")
+                svg.bar(x + 1, y(value), bar - 2, base - y(value), COLOURS[i],
+                        f"{name} {group}, {series[i]}: {number(value)}")
                 svg.text(x + bar / 2, y(value) - 3, number(value), "small", "middle")
                 x += bar
             svg.text(left + room * (g + 0.5), base + 15, group, "small", "middle")
@@ -212,7 +214,8 @@ def against_fla(r, op, shapes, calls=CALLS):
 def pair_table(pairs, describe):
     rows = [[NAMES[(b or f)["op"]], describe(b or f), us(f), us(b), f"{b['peak_mib']:.0f}" if b else "-",
              f"{100 * b['fraction_of_floor']:.0f}%" if b else "-"] for f, b in pairs]
-    return table(["operator", "problem", "forward us", "backward us", "backward peak MiB", "backward: floor / time"], rows)
+    return table(["operator", "problem", "forward us", "backward us", "backward peak MiB", "backward: floor / time"],
+                 rows)
 
 
 def render(results):
@@ -246,7 +249,9 @@ def render(results):
         for op in OPERATORS:
             one = summary[op]
             at = one.get("min_shape_at")
-            lowest = "-" if not at else f"{times(one['min_shape'])}, {at['call'].replace('_', ', ')} {shape_text(at['shape'])}"
+            lowest = "-"
+            if at:
+                lowest = f"{times(one['min_shape'])}, {at['call'].replace('_', ', ')} {shape_text(at['shape'])}"
             rows.append([NAMES[op]] + [times(one.get(key)) for key in ("forward", "backward_recompute", "backward_saved",
                                                                       "backward_recompute_safe")] + [lowest])
         lines += table(["operator", "forward", "backward, recompute", "backward, saved", "backward, recompute, over "
@@ -266,15 +271,16 @@ def render(results):
 
     rows = []
     for op in OPERATORS:
-        b, s, t = r.ours(op, (1, 8192, 16), "bwd"), r.ours(op, (1, 8192, 16), "bwd", "save"), r.theirs(op, (1, 8192, 16), "bwd")
+        b, s = r.ours(op, (1, 8192, 16), "bwd"), r.ours(op, (1, 8192, 16), "bwd", "save")
+        t = r.theirs(op, (1, 8192, 16), "bwd")
         if b:
             mib = lambda row, key: f"{row[key] / 2**20:.0f}" if row else "-"
             rows.append([NAMES[op], f"{b['peak_mib']:.0f}", f"{t['peak_mib']:.0f}" if t and "peak_mib" in t else "-",
                          mib(b, "workspace_bytes"), mib(b, "saved_bytes"), f"{s['peak_mib']:.0f}" if s else "-",
                          mib(s, "saved_bytes")])
     if rows:
-        lines += ["", f"### Memory of a backward, {bars}, MiB", "", "Peaks are what a backward adds to its inputs and to what "
-                  "the forward left: workspace and gradients.", ""]
+        lines += ["", f"### Memory of a backward, {bars}, MiB", "",
+                  "Peaks are what a backward adds to its inputs and to what the forward left: workspace and gradients.", ""]
         lines += table(["operator", "recompute: peak", "FLA", "of it workspace", "kept by the forward", "saved: peak",
                         "kept by the forward"], rows)
 
@@ -324,7 +330,8 @@ def render(results):
     if rows:
         lines += ["", f"### Trained gates against mild ones, {bars}", "",
                   "The gates of `examples/layers`, repeated to the length and heads.", ""]
-        lines += table(["operator", "forward, mild, us", "trained", "ratio", "backward, mild, us", "trained", "ratio"], rows)
+        lines += table(["operator", "forward, mild, us", "trained", "ratio", "backward, mild, us", "trained", "ratio"],
+                       rows)
 
     large = [(op, against_fla(r, op, LARGE, CALLS[:2])) for op in OPERATORS]
     if any(part for _, part in large):
@@ -363,7 +370,8 @@ def render(results):
                 best = r.ours(row["op"], (row["B"], row["T"], row["H"]), direction)
                 cells += [us(x), f"{x['median_us'] / best['median_us']:.2f}" if best and x else "-"]
             rows.append(cells)
-        lines += table(["operator", "(B, T, H)", "forward us", "of the default's", "backward us", "of the default's"], rows)
+        lines += table(["operator", "(B, T, H)", "forward us", "of the default's", "backward us", "of the default's"],
+                       rows)
     return "\n".join(lines) + "\n", figures
 
 

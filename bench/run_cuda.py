@@ -5,10 +5,11 @@
     bench/run_cuda.py --only rewy                                          # one side, into the file that is there
     bench/run_cuda.py --render results/h200.json --write docs/performance.md   # no GPU: tables and charts
 
-This library's times are `rewy bench --device cuda` on tests/cases/bench_cuda.txt, section by section, and once more with
---arch 80 for the kernels that every GPU from compute capability 8.0 on can run. FLA's times are bench/time_fla.py's, in a
-process of its own run by --python, whose PYTHONPATH, FLA_CACHE_MODE and FLA_CONFIG_DIR are this command's: see there for
-what it needs and what --fla-times-only means. The file is written after each section, so that what was measured stays.
+This library's times are `rewy bench --device cuda` on tests/cases/bench_cuda.txt, section by section, and once more
+with --arch 80 for the kernels that every GPU from compute capability 8.0 on can run. FLA's times are
+bench/time_fla.py's, in a process of its own run by --python, whose PYTHONPATH, FLA_CACHE_MODE and FLA_CONFIG_DIR are
+this command's: see there for what it needs and what --fla-times-only means. The file is written after each section, so
+that what was measured stays.
 
 --kernels adds times by kernel: a JSON list of {op, direction, kernel, us}, or OP:DIRECTION:FILE with the CSV of
 `nsys stats -r cuda_gpu_kern_sum --format csv` or of `ncu --csv` run on one call of (1, 8192, 16).
@@ -289,7 +290,7 @@ def main():
     parser.add_argument("--only", choices=("rewy", "fla"), help="measure one side, keep the other of the file")
     parser.add_argument("--out", help="instead of results/<gpu>.json")
     parser.add_argument("--commit", help="what was built, where this is no git checkout")
-    parser.add_argument("--match", help="only problems of the list whose text contains this")
+    parser.add_argument("--match", help="to try something: only these problems, and the file then has only them")
     parser.add_argument("--fla-times-only", action="store_true", help="time what FLA refuses to compute here")
     parser.add_argument("--fla-seconds", type=float, default=200, help="start nothing of FLA's after this long")
     parser.add_argument("--no-large", action="store_true", help="FLA: only the six shapes of the comparison")

@@ -5,14 +5,15 @@
 
 What is timed is what a user of FLA calls: chunk_delta_rule, chunk_gated_delta_rule, chunk_kda and chunk_gdn2, the
 forward without gradients and the backward through torch.autograd.grad. Measured as `rewy bench --device cuda` measures:
-CUDA graphs of two calls, warm replays, events around each of 60 replays, medians. Inputs are of the same kind too: q and
-k normalised, gates log sigmoid(x) / 16, strengths in [0.1, 0.9] in BF16, initial state and final state's gradient given.
+CUDA graphs of two calls, warm replays, events around each of 60 replays, medians. Inputs are of the same kind too: q
+and k normalised, gates log sigmoid(x) / 16, strengths in [0.1, 0.9] in BF16, initial state and final state's gradient
+given.
 
 For chunk_kda and chunk_gdn2 four forms: policy recompute and save (disable_recompute=True), each without and with
 safe_gate=True, FLA's faster path for gates in [-5, 0).
 
-FLA tunes each kernel at first use, ten minutes and more for all of these. With FLA_CACHE_MODE=full and FLA_CONFIG_DIR at
-a folder of choices made before nothing is tuned; both are taken from the environment.
+FLA tunes each kernel at first use, ten minutes and more for all of these. With FLA_CACHE_MODE=full and FLA_CONFIG_DIR
+at a folder of choices made before nothing is tuned; both are taken from the environment.
 
 Where an operator raises, its row says "refused" and why. FLA refuses the backward of chunk_gated_delta_rule on Hopper
 with Triton 3.4.0 to 3.7.0, whose code gives wrong dk, dg and dbeta there. --times-only takes that check out, in this
