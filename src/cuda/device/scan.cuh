@@ -260,7 +260,8 @@ __device__ __forceinline__ void to_fragments(const Accumulator<8>& acc, std::uin
   for (int n = 0; n < 4; ++n) to_fragment<T>(acc, n, x[n]);
 }
 
-/// Step 6: X = Z - E S, subtracted in FP32, rounded once. es holds E S; `column` is the warp's first one in the tile.
+/// Step 6: X = Z - E S, subtracted in FP32, rounded once. es holds E S, for scalar gates still without the scale of its
+/// rows; `column` is the warp's first one in the tile.
 template <class C>
 __device__ __forceinline__ void subtract_from_values(const Stage<C>& stage, int column, const Accumulator<8>& es,
                                                      std::uint32_t (&x)[4][4]) {
@@ -280,7 +281,11 @@ __device__ __forceinline__ void subtract_from_values(const Stage<C>& stage, int 
         strength = *reinterpret_cast<const float2*>(&stage.beta[16 * n + 8 * (e / 2) + lane_column()]);
       }
       const float* minus = &es.c[2 * n + e / 2][2 * (e % 2)];
-      x[n][e] = pack<T>(strength.x * value.x - minus[0], strength.y * value.y - minus[1]);
+      float2 scale = {1.0f, 1.0f};
+      if constexpr (!C::kVector) {
+        scale = *reinterpret_cast<const float2*>(&stage.erase_scale[16 * n + 8 * (e / 2) + lane_column()]);
+      }
+      x[n][e] = pack<T>(strength.x * value.x - scale.x * minus[0], strength.y * value.y - scale.y * minus[1]);
     }
   }
 }

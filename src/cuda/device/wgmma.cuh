@@ -34,22 +34,27 @@ __device__ __forceinline__ void hold(Accumulator<kN>& acc) {
   }
 }
 
-// Matrix descriptors. Fields in units of 16 bytes: start, distance of 64-column tiles (bits 16 to 29), distance of groups
-// of eight rows (bits 32 to 45); bit 62 names the 128-byte swizzle, which is that of tile.cuh for tiles that start at
-// multiples of 1024 bytes.
-constexpr std::uint64_t kDescriptor =
-    (std::uint64_t{1} << 62) | (std::uint64_t{8 * 128 >> 4} << 32) | (std::uint64_t{kTileBytes >> 4} << 16);
+// Matrix descriptors. Fields in units of 16 bytes: start (bits 0 to 13), distance of 64-column tiles (bits 16 to 29),
+// distance of groups of eight rows (bits 32 to 45); bit 62 names the 128-byte swizzle, which is that of tile.cuh for tiles
+// that start at multiples of 1024 bytes. The lower word of one address is kept, and those of others follow by one sum.
+inline constexpr std::uint32_t kUpperWord = (8 * 128 >> 4) | (1u << 30);
+inline constexpr int kTileUnits = kTileBytes >> 4;
 
-__device__ __forceinline__ std::uint64_t describe(std::uint32_t address) {
-  return kDescriptor | ((address & 0x3ffff) >> 4);
+__device__ __forceinline__ std::uint32_t lower_word(std::uint32_t address) {
+  return ((address & 0x3ffff) >> 4) | (static_cast<std::uint32_t>(kTileUnits) << 16);
 }
-/// b[k][n] stored [rows n][columns k], its columns from k on: not transposed.
-__device__ __forceinline__ std::uint64_t rows_of(std::uint32_t tile, int k) {
-  return describe(tile + k * 2);
+__device__ __forceinline__ std::uint64_t descriptor(std::uint32_t lower) {
+  std::uint64_t d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lower), "r"(kUpperWord));
+  return d;
+}
+/// b[k][n] stored [rows n][columns k] in tile number `tile` from `base` on, its columns from k on: not transposed.
+__device__ __forceinline__ std::uint64_t rows_of(std::uint32_t base, int tile, int k) {
+  return descriptor(base + static_cast<std::uint32_t>(tile * kTileUnits + k * 2 / 16));
 }
 /// b[k][n] stored [rows k][columns n], its rows from k on: transposed. Columns from 64 on are in the tile behind.
-__device__ __forceinline__ std::uint64_t columns_of(std::uint32_t tile, int k) {
-  return describe(tile + k * 128);
+__device__ __forceinline__ std::uint64_t columns_of(std::uint32_t base, int tile, int k) {
+  return descriptor(base + static_cast<std::uint32_t>(tile * kTileUnits + k * 128 / 16));
 }
 
 /// d [64, 64] (+)= a b, a [64, 16] in registers, b [16, 64] in shared memory [wgmma.mma_async.m64n64k16].

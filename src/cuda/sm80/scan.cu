@@ -147,7 +147,6 @@ struct Consumer {
     store_state(p.state_t, step);
     Accumulator<8> acc;
     multiply_state(stage, C::kErase, acc);  // step 5: (E S)^T
-    if constexpr (!C::kVector) scale_columns(acc, stage.erase_scale);
     std::uint32_t x[4][4];
     subtract_from_values(stage, 16 * slab, acc, x);  // step 6
     // Step 7: R = A X.

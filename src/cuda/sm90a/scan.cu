@@ -49,38 +49,41 @@ struct Consumer {
   Accumulator<C::kKeys / 8> state;   ///< S^T or dS^T   [16 value columns, K]
   std::uint32_t rounded[kKeySteps][4];  ///< the state before the step, as fragments
 
-  __device__ __forceinline__ static std::uint32_t address(const TileStorage& tile) { return ptx::shared_address(&tile); }
+  // Tiles of a stage by number.
+  static constexpr int kA = C::kOperandTiles, kCq = kA + 1;
+
+  // Products with tiles of the stage whose descriptors start at `base`; each accumulates if told so.
 
   /// acc += state operand^T   [16, 64 tokens].
-  __device__ __forceinline__ void multiply_state(const Stage<C>& stage, int which, Products& acc, bool accumulate) const {
+  __device__ __forceinline__ void multiply_state(std::uint32_t base, int which, Products& acc, bool accumulate) const {
 #pragma unroll
     for (int j = 0; j < kKeySteps; ++j) {
-      wgmma::multiply_async<T, false>(acc, rounded[j], wgmma::rows_of(address(stage.operand[which + j / 4]), 16 * (j % 4)),
+      wgmma::multiply_async<T, false>(acc, rounded[j], wgmma::rows_of(base, which + j / 4, 16 * (j % 4)),
                                       accumulate || j > 0);
     }
   }
   /// acc += x tile^T, x [16, 64 tokens]: forwards through A and Cq.
-  __device__ __forceinline__ static void multiply_rows(const TileStorage& tile, const std::uint32_t (&x)[4][4],
+  __device__ __forceinline__ static void multiply_rows(std::uint32_t base, int tile, const std::uint32_t (&x)[4][4],
                                                        Products& acc, bool accumulate) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      wgmma::multiply_async<T, false>(acc, x[j], wgmma::rows_of(address(tile), 16 * j), accumulate || j > 0);
+      wgmma::multiply_async<T, false>(acc, x[j], wgmma::rows_of(base, tile, 16 * j), accumulate || j > 0);
     }
   }
   /// acc += x tile: backwards through A and Cq.
-  __device__ __forceinline__ static void multiply_columns(const TileStorage& tile, const std::uint32_t (&x)[4][4],
+  __device__ __forceinline__ static void multiply_columns(std::uint32_t base, int tile, const std::uint32_t (&x)[4][4],
                                                           Products& acc, bool accumulate) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      wgmma::multiply_async<T, true>(acc, x[i], wgmma::columns_of(address(tile), 16 * i), accumulate || i > 0);
+      wgmma::multiply_async<T, true>(acc, x[i], wgmma::columns_of(base, tile, 16 * i), accumulate || i > 0);
     }
   }
   /// state +- x operand.
   template <bool kNegate>
-  __device__ __forceinline__ void add_to_state(const Stage<C>& stage, int which, const std::uint32_t (&x)[4][4]) {
+  __device__ __forceinline__ void add_to_state(std::uint32_t base, int which, const std::uint32_t (&x)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      wgmma::multiply_async<T, true, kNegate>(state, x[i], wgmma::columns_of(address(stage.operand[which]), 16 * i), true);
+      wgmma::multiply_async<T, true, kNegate>(state, x[i], wgmma::columns_of(base, which, 16 * i), true);
     }
   }
 
@@ -125,13 +128,14 @@ struct Consumer {
 
   template <bool kOutput>
   __device__ __forceinline__ void step_forward(int step, const Stage<C>& stage) {
+    const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
     round_state();
     Products acc, o;
     wgmma::begin();
-    multiply_state(stage, C::kErase, acc, false);  // step 5: (E S)^T
+    multiply_state(base, C::kErase, acc, false);  // step 5: (E S)^T
     wgmma::commit();
     if constexpr (kOutput) {
-      multiply_state(stage, C::kQuery, o, false);  // step 8, its first half: (Qg S)^T
+      multiply_state(base, C::kQuery, o, false);  // step 8, its first half: (Qg S)^T
       wgmma::commit();
     }
     store_state(p.state_t, step);
@@ -141,11 +145,10 @@ struct Consumer {
       wgmma::wait<0>();
     }
     wgmma::hold(acc);
-    if constexpr (!kVector) scale_columns(acc, stage.erase_scale);
     std::uint32_t x[4][4];
     subtract_from_values(stage, column_in_tile, acc, x);  // step 6
     wgmma::begin();
-    multiply_rows(stage.a, x, acc, false);  // step 7: R = A X
+    multiply_rows(base, kA, x, acc, false);  // step 7: R = A X
     wgmma::commit();
     decay_state(stage);
     wgmma::wait<0>();
@@ -160,10 +163,10 @@ struct Consumer {
     }
     wgmma::begin();
     if constexpr (kOutput) {
-      multiply_rows(stage.cq, r, o, true);  // step 8: O = Qg S + Cq R
+      multiply_rows(base, kCq, r, o, true);  // step 8: O = Qg S + Cq R
       wgmma::commit();
     }
-    add_to_state<false>(stage, C::kWrite, x);  // step 9
+    add_to_state<false>(base, C::kWrite, x);  // step 9
     wgmma::commit();
     store_tokens(p.r_t, step, r);
     if constexpr (kOutput) {
@@ -176,6 +179,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void step_reverse(int step, const Stage<C>& stage) {
+    const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
     round_state();
     std::uint32_t d_o[4][4], x[4][4];
     load_output_gradient(stage, column_in_tile, d_o);
@@ -183,8 +187,8 @@ struct Consumer {
     Products acc;
     if constexpr (kVector) {
       wgmma::begin();
-      multiply_columns(stage.cq, d_o, acc, false);
-      multiply_state(stage, C::kWrite, acc, true);
+      multiply_columns(base, kCq, d_o, acc, false);
+      multiply_state(base, C::kWrite, acc, true);
       wgmma::commit();
       store_state(p.dstate_t, step);
       wgmma::wait<0>();
@@ -192,8 +196,8 @@ struct Consumer {
     } else {
       Products from_state;
       wgmma::begin();
-      multiply_state(stage, C::kWrite, from_state, false);
-      multiply_columns(stage.cq, d_o, acc, false);
+      multiply_state(base, C::kWrite, from_state, false);
+      multiply_columns(base, kCq, d_o, acc, false);
       wgmma::commit();
       store_state(p.dstate_t, step);
       wgmma::wait<0>();
@@ -209,11 +213,11 @@ struct Consumer {
     }
     to_fragments<T>(acc, x);
     wgmma::begin();
-    multiply_columns(stage.a, x, acc, false);  // step 11: P = A^T dR
+    multiply_columns(base, kA, x, acc, false);  // step 11: P = A^T dR
     wgmma::commit();
     decay_state(stage);
     wgmma::begin();
-    add_to_state<false>(stage, C::kQuery, d_o);  // step 12
+    add_to_state<false>(base, C::kQuery, d_o);  // step 12
     wgmma::commit();
     wgmma::wait<1>();
     wgmma::hold(acc);
@@ -222,7 +226,7 @@ struct Consumer {
     if constexpr (!kVector) scale_columns(acc, stage.erase_scale);
     to_fragments<T>(acc, x);
     wgmma::begin();
-    add_to_state<true>(stage, C::kErase, x);
+    add_to_state<true>(base, C::kErase, x);
     wgmma::commit();
     store_tokens(p.p_t, step, sensitivity);
     wgmma::wait<0>();
