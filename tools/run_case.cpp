@@ -7,6 +7,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "rounded.h"
 #include "target.h"
 
 namespace rewy::tool {
@@ -374,6 +375,8 @@ Run run_reference(const Call& call, int threads) {
 //   16-bit products   The same contract for every output, also those stored in FP32: the products they are sums of have
 //         rounded operands. FP32 storage does not make up for that.
 //   Keys that repeat or are not normalised grow errors with the condition of (I + L), which the reference shares: x20.
+//   With 16-bit products there is no such factor: where a case is beyond the contract, it is computed once more in FP64
+//   with nothing but the roundings that 16-bit storage has, and 1.5 times what those lose is allowed (rounded.h).
 Tolerance tolerance(const std::string& output, DType stored, Keys keys, Products products) {
   const bool strength_path = in(output, {"dg", "dbeta", "db", "dw"});
   Tolerance t{.relative = strength_path ? 0.02 : 0.008, .absolute = 1e-6};
@@ -390,9 +393,13 @@ Tolerance tolerance(const std::string& output, DType stored, Keys keys, Products
 
 Comparison compare(const std::string& output, const TensorView& actual, const TensorView& expected, Keys keys,
                    Products products) {
+  return compare(output, actual, expected, tolerance(output, actual.dtype, keys, products));
+}
+
+Comparison compare(const std::string& output, const TensorView& actual, const TensorView& expected, Tolerance allowed) {
   Comparison c;
   c.output = output;
-  c.allowed = tolerance(output, actual.dtype, keys, products);
+  c.allowed = allowed;
   const std::vector<double> reference = values(expected);
   double error = 0, norm = 0, worst = -1;
   for_each(actual, [&](const std::byte* at, const Index& index, std::int64_t i) {
@@ -484,7 +491,13 @@ CheckResult check_case(const std::string& text, const RunOptions& options, int r
     result.backend = actual.backend;
     result.kernels = actual.kernels;
     require_repeatable(data.call(), options, repeats, actual);
-    result.comparisons = compare(actual, run_reference(data.call(), options.threads), c.keys);
+    const Run exact = run_reference(data.call(), options.threads);
+    result.comparisons = compare(actual, exact, c.keys);
+    const auto failed = [](const Comparison& one) { return !one.passed; };
+    if (actual.products == Products::k16Bit && std::ranges::any_of(result.comparisons, failed)) {
+      allow_rounding(data.call(), actual, exact, result.comparisons);
+      result.beyond_contract = true;
+    }
     result.passed = true;
     const Comparison* shown = nullptr;
     for (const Comparison& comparison : result.comparisons) {

@@ -125,6 +125,7 @@ struct Comparison {
 
 Comparison compare(const std::string& output, const TensorView& actual, const TensorView& expected, Keys keys,
                    Products products = Products::kWide);
+Comparison compare(const std::string& output, const TensorView& actual, const TensorView& expected, Tolerance allowed);
 /// Every output of `actual`, in its order.
 std::vector<Comparison> compare(const Run& actual, const Run& expected, Keys keys = Keys::kNormal);
 
@@ -132,7 +133,8 @@ std::vector<Comparison> compare(const Run& actual, const Run& expected, Keys key
 struct CheckResult {
   std::string text;  ///< what repeats it: the arguments of `rewy check`
   bool passed = false;
-  bool declined = false;  ///< refused, as is documented for this device: neither passed nor failed
+  bool beyond_contract = false;  ///< judged by what 16-bit storage alone loses on it (rounded.h)
+  bool declined = false;         ///< refused, as is documented for this device: neither passed nor failed
   std::string backend, kernels;
   std::string worst_output;
   double worst_error = 0;  ///< relative, of the output nearest to its tolerance
