@@ -126,6 +126,7 @@ TEST(CudaDispatch, OtherDevicesAskNoDriver) {
 
 TEST(CudaBytes, OfTheLargestBenchmark) {
   constexpr std::size_t S = 64 * kMiB, R = 32 * kMiB, A = 16 * kMiB, E = 32 * kMiB, decay = kMiB;
+  constexpr std::size_t sums = 128 * 16 * 3 * sizeof(RowSums);  // of two tiles of 64 features and the values
   for (Policy policy : kPolicies) {
     const Problem p = with([=](Problem& x) { x.policy = policy; });
     const bool save = policy == Policy::kSave;
@@ -135,7 +136,7 @@ TEST(CudaBytes, OfTheLargestBenchmark) {
     EXPECT_EQ(fwd.unsaved, 2 * A);  // A and Cq
     EXPECT_EQ(fwd.saved, 2 * A + (save ? S + R : 0));
     const Bytes bwd = kCudaBackend.bytes(p, Direction::kBackward, kOnCuda);
-    EXPECT_EQ(bwd.workspace, E + decay + S + R + (save ? 0 : S + R));  // E and F lie in dg
+    EXPECT_EQ(bwd.workspace, E + decay + S + R + (save ? 0 : S + R) + sums);  // E and F lie in dg
     EXPECT_EQ(bwd.without_dg, 2 * E);
     EXPECT_EQ(bwd.unsaved, 2 * A + (save ? S + R : 0));
     EXPECT_EQ(bwd.saved, fwd.saved);
@@ -144,6 +145,8 @@ TEST(CudaBytes, OfTheLargestBenchmark) {
     const Bytes scalar_bwd = kCudaBackend.bytes(scalar, Direction::kBackward, kOnCuda);
     EXPECT_EQ(scalar_bwd.workspace, bwd.workspace - E - decay);
     EXPECT_EQ(scalar_bwd.without_dg, 0u);
+    const Problem independent = with([=](Problem& x) { x.op = Operator::kGdn2, x.policy = policy; });
+    EXPECT_EQ(kCudaBackend.bytes(independent, Direction::kBackward, kOnCuda).workspace, bwd.workspace - sums);
   }
 }
 
@@ -223,7 +226,7 @@ TEST(CudaWorkspace, MeasuresWhatItCarves) {
         EXPECT_TRUE(rows.batch == 200 * 3 * 24 && rows.token == 3 * 24 && rows.head == 24);
       }
     };
-    const bool vector = c.op == Operator::kKda, packed = p.segments.has_value();
+    const bool vector = c.op != Operator::kGdn, packed = p.segments.has_value();
     const bool states = backward && !(c.saved && c.policy == Policy::kSave);
     follows(at.first_chunk, (static_cast<std::size_t>(p.sequences()) + 1) * 4, packed);
     follows(at.chunk_table, static_cast<std::size_t>(most_chunks(p)) * sizeof(ChunkAt), packed);
@@ -237,11 +240,12 @@ TEST(CudaWorkspace, MeasuresWhatItCarves) {
     follows(at.r_t, blocks * 8 * 64, states);
     follows(at.dstate_t, blocks * 8 * 24, backward);
     follows(at.p_t, blocks * 8 * 64, backward);
+    follows(at.row_sums, blocks * sizeof(RowSums), backward && c.op != Operator::kGdn2);
     EXPECT_EQ(next, base + arena.used());
   };
   for (Direction direction : kBoth) {
     for (Policy policy : kPolicies) {
-      for (Operator op : {Operator::kGdn, Operator::kKda}) {
+      for (Operator op : {Operator::kGdn, Operator::kKda, Operator::kGdn2}) {
         for (bool saved : {false, true}) {
           for (bool dg : {false, true}) {
             for (std::int64_t segments : {-1, 0, 7}) carves({direction, policy, op, saved, dg, segments});
