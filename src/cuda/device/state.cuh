@@ -8,8 +8,8 @@ namespace rewy::cuda {
 
 /// Calls fn(accumulator element, address) for what lies inside [K, V].
 template <int kN, class Fn>
-__device__ __forceinline__ void for_each_state(const States& states, std::int64_t sequence, int head, int feature, int column,
-                                               int K, int V, Accumulator<kN>& state, Fn&& fn) {
+__device__ __forceinline__ void for_each_state(const States& states, std::int64_t sequence, int head, int feature,
+                                               int column, int K, int V, Accumulator<kN>& state, Fn&& fn) {
   float* base = states.data + sequence * states.sequence + head * states.head;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -24,16 +24,16 @@ __device__ __forceinline__ void for_each_state(const States& states, std::int64_
 
 /// Zero where there is no state to load.
 template <int kN>
-__device__ __forceinline__ void load_state(const States& states, std::int64_t sequence, int head, int feature, int column, int K,
-                                           int V, Accumulator<kN>& state) {
+__device__ __forceinline__ void load_state(const States& states, std::int64_t sequence, int head, int feature,
+                                           int column, int K, int V, Accumulator<kN>& state) {
   state.clear();
   if (states.data == nullptr) return;
   for_each_state(states, sequence, head, feature, column, K, V, state, [](float& x, const float* at) { x = *at; });
 }
 
 template <int kN>
-__device__ __forceinline__ void store_state_fp32(const States& states, std::int64_t sequence, int head, int feature, int column,
-                                                 int K, int V, Accumulator<kN>& state) {
+__device__ __forceinline__ void store_state_fp32(const States& states, std::int64_t sequence, int head, int feature,
+                                                 int column, int K, int V, Accumulator<kN>& state) {
   if (states.data == nullptr) return;
   for_each_state(states, sequence, head, feature, column, K, V, state, [](float& x, float* at) { *at = x; });
 }

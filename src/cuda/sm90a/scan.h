@@ -1,5 +1,5 @@
-// The scans with Hopper's warpgroup products (docs/kernels/scan.md). The same results as sm80/scan.cu up to the order of
-// sums; K up to 128.
+// The scans with Hopper's warpgroup products (docs/kernels/scan.md). The same results as sm80/scan.cu up to the order
+// of sums; K up to 128.
 #pragma once
 
 #include "cuda/kernels.h"
