@@ -43,7 +43,6 @@ Choice look_up(Table table, const Problem& p, Direction direction, const Executi
     const std::string reason = reason_against(*entry, table, p, direction, execution);
     choice.explanation.rows.push_back({std::string(name(entry->id)), reason, {}});
     if (reason.empty()) {
-      if (entry->kernels != nullptr) choice.explanation.rows.back().kernels = entry->kernels(p, direction, execution);
       choice.entry = entry;
       choice.explanation.backend = name(entry->id);
       break;
@@ -75,7 +74,11 @@ const BackendEntry& choose(Table table, const Problem& p, Direction direction, c
 
 Explanation explain(Table table, const Problem& p, Direction direction, const Execution& execution) {
   validate(p, direction, execution);
-  return look_up(table, p, direction, execution).explanation;
+  auto [entry, explanation] = look_up(table, p, direction, execution);
+  if (entry != nullptr && entry->kernels != nullptr) {
+    explanation.rows.back().kernels = entry->kernels(p, direction, execution);
+  }
+  return explanation;
 }
 
 Explanation explain(const Problem& p, Direction direction, const Execution& execution) {
