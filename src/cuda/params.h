@@ -80,7 +80,7 @@ struct Params {
 
   // Vector gates, by token, 16-bit. For scalar ones k and q take their place, and the scans scale rows of the products.
   // In a backward, E and F may lie in dg's rows, which the pullback overwrites last.
-  Rows erase, write, query;  ///< E, F and Qg (of scaled queries)   [B, T, HV, K]
+  Rows erase, write, query;  ///< E, F and gamma * q   [B, T, HV, K]
 };
 
 }  // namespace rewy::cuda

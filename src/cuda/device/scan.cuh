@@ -147,8 +147,8 @@ __device__ __forceinline__ void store_scalars(const Params& p, const RawScalars&
   }
 }
 
-/// Step 2: the copies of a chunk.
-template <class C>
+/// Step 2: the copies of a chunk, by threads 0 to kThreads - 1.
+template <class C, int kThreads>
 struct Copies {
   using T = typename C::T;
   const Params& p;
@@ -156,7 +156,7 @@ struct Copies {
 
   __device__ __forceinline__ void tile(TileStorage& to, const T* from, std::int64_t stride, int rows,
                                        int columns) const {
-    copy_tile<kProducers>(ptx::shared_address(&to), from, stride, rows, columns);
+    copy_tile<kThreads>(ptx::shared_address(&to), from, stride, rows, columns);
   }
 
   __device__ __forceinline__ void features(TileStorage* to, const Rows& rows, int head, const ChunkAt& at) const {
@@ -214,7 +214,7 @@ template <class C, class Publish>
 __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages, Publish&& publish) {
   if (job.chunks == 0) return;
   const bool late = job.stages > 2;
-  const Copies<C> copies{p, job};
+  const Copies<C, kProducers> copies{p, job};
   const bool has_scalars = threadIdx.x < 32 && !(C::kVector && C::kIndependent);
   ChunkAt at = locate(p, job.slot(0));
   RawScalars raw{};
@@ -250,6 +250,20 @@ __device__ __forceinline__ void scale_columns(Accumulator<kN>& acc, const float*
     acc.c[n][1] *= x.y;
     acc.c[n][2] *= x.x;
     acc.c[n][3] *= x.y;
+  }
+}
+
+/// O's first half, (Qg S)^T, from its product with queries not yet scaled.
+template <class C>
+__device__ __forceinline__ void scale_output(const Params& p, const Stage<C>& stage, Accumulator<8>& o) {
+  if constexpr (C::kVector) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o.c[n][e] *= p.scale;
+    }
+  } else {
+    scale_columns(o, stage.query_scale);
   }
 }
 
@@ -297,17 +311,25 @@ __device__ __forceinline__ void load_output_gradient(const Stage<C>& stage, int 
   for (int i = 0; i < 4; ++i) load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * i, column, d_o[i]);
 }
 
-/// Scalar gates: dO^T times gamma * scale of its tokens, rounded once.
+/// dO^T times the scale of the queries, and for scalar gates gamma of its tokens, as the sum of two fragments: the state's
+/// gradient at the start of a sequence is a sum of few such terms, where a rounding would not average out.
 template <class C>
-__device__ __forceinline__ void scale_output_gradient(const Stage<C>& stage, std::uint32_t (&d_o)[4][4]) {
+__device__ __forceinline__ void scale_output_gradient(const Params& p, const Stage<C>& stage,
+                                                      std::uint32_t (&d_o)[4][4], std::uint32_t (&low)[4][4]) {
   using T = typename C::T;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float2 scale = *reinterpret_cast<const float2*>(&stage.query_scale[16 * n + 8 * (e / 2) + lane_column()]);
+      float2 scale = {p.scale, p.scale};
+      if constexpr (!C::kVector) {
+        scale = *reinterpret_cast<const float2*>(&stage.query_scale[16 * n + 8 * (e / 2) + lane_column()]);
+      }
       const float2 value = unpack<T>(d_o[n][e]);
-      d_o[n][e] = pack<T>(value.x * scale.x, value.y * scale.y);
+      const float2 exact = {value.x * scale.x, value.y * scale.y};
+      d_o[n][e] = pack<T>(exact.x, exact.y);
+      const float2 stored = unpack<T>(d_o[n][e]);
+      low[n][e] = pack<T>(exact.x - stored.x, exact.y - stored.y);
     }
   }
 }

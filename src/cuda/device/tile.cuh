@@ -17,6 +17,13 @@ __device__ __forceinline__ std::uint32_t tile_offset(int row, int column) {
   return static_cast<std::uint32_t>(row * 128 + (((column >> 3) ^ (row & 7)) << 4) + ((column & 7) << 1));
 }
 
+/// x, as if computed here: what follows from it is not kept in registers from one feature tile to the next, where the
+/// addresses of all steps would crowd out the sums.
+__device__ __forceinline__ int fresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Fragments. Rows and columns of an operand are multiples of 16 here, so that they enter a lane's address by one sum and
 // one exclusive or: a lane keeps one address for each kind of fragment, not one for each fragment.
 __device__ __forceinline__ std::uint32_t fragment_address(std::uint32_t tile, int row, int column, int lane_row,
@@ -114,14 +121,12 @@ template <int kThreads, class T>
 __device__ __forceinline__ void copy_tile(std::uint32_t tile, const T* from, std::int64_t stride, int valid_rows,
                                           int valid_columns) {
   constexpr int kStep = kThreads / 8;
-  static_assert(kStep % 8 == 0, "a thread's rows share their swizzle");
   const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 8;
   const int left = column < valid_columns ? valid_rows - row : 0;
-  std::uint32_t to = tile + tile_offset(row, column);
   from += row * stride + column;
 #pragma unroll
   for (int i = 0; i < kTile; i += kStep) {
-    ptx::copy_async_16(to + i * 128, from, i < left);
+    ptx::copy_async_16(tile + tile_offset(row + i, column), from, i < left);
     from += kStep * stride;
   }
 }

@@ -1,6 +1,6 @@
 // What the scans multiply with for a vector gate, of every token, value head and feature:
 //
-//   E = gamma b k        Qg = gamma (scale q)        F = (decays after the token, to the end of the chunk) k
+//   E = gamma b k        gamma q        F = (decays after the token, to the end of the chunk) k
 //
 // gamma is the product of the chunk's decays up to and including the token, lambda that of all of them. A scan's blocks
 // each have only some value columns of a head; they would all make the same operands, so those are made here, once.
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, Config::kResidentBlocks) operands(co
     }
     if (r < valid) {
       *reinterpret_cast<uint2*>(erase) = pack<T>(gamma * key);
-      *reinterpret_cast<uint2*>(query) = pack<T>(gamma * (p.scale * unpack<T>(q[r])));
+      *reinterpret_cast<uint2*>(query) = pack<T>(gamma * (unpack<T>(q[r])));
     }
   }
   if (warp == kWarps - 1 && upper && feature < p.K) {

@@ -98,13 +98,6 @@ __device__ __forceinline__ void copy_rows(unsigned char* tile, const Rows& rows,
   }
 }
 
-/// x, as if computed here: what follows from it is not kept in registers from one feature tile to the next, where the
-/// addresses of all steps would crowd out the sums.
-__device__ __forceinline__ int fresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 /// Stores 8 columns from `first` on of a row, without what is above the diagonal or past the tail.
 __device__ __forceinline__ void store_piece(void* matrix, int row, int first, int tokens, std::uint32_t (&x)[4]) {
   const int kept = row < tokens ? row + 1 - first : 0;  // columns up to the diagonal

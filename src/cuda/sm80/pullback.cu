@@ -19,30 +19,33 @@ namespace rewy::cuda {
 namespace pullback {
 namespace {
 
-/// Grid: [chunk slot][query head][tile of 64 features, and one for the values].
+/// On a multiprocessor. Those of other generations have shared memory for one, which then may use all registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kResidentBlocks = 2;
+#else
+constexpr int kResidentBlocks = 1;
+#endif
+
+__device__ __forceinline__ RowSums* row_sums(const Params& p, const Job& job, int head) {
+  return p.row_sums + ((job.slot * p.HV + head) * (job.tiles + 1) + job.tile);
+}
+
 template <class C, bool kGrouped>
-__global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, kGrouped ? 1 : kResidentBlocks) pullback(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   using Shared = SharedStorage<C>;
   using T = typename C::T;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int tiles = (p.K + kTile - 1) / kTile;
-  const int tile = static_cast<int>(blockIdx.x % (tiles + 1)), feature = tile * kTile;
-  const unsigned rest = blockIdx.x / (tiles + 1);
-  Job job;
-  job.slot = rest / p.H;
-  job.key_head = static_cast<int>(rest % p.H);
-  job.group = kGrouped ? p.HV / p.H : 1;
-  job.at = locate(p, job.slot);
+  const Job job = find_job<kGrouped>(p, blockIdx.x);
+  const int feature = job.tile * kTile;
   if (job.at.tokens == 0) return;
   float* group_sums = reinterpret_cast<float*>(memory + sizeof(Shared));
 
   for (int member = 0; member < job.group; ++member) {
     const int head = job.key_head * job.group + member;
-    RowSums* row_sums = p.row_sums + ((job.slot * p.HV + head) * (tiles + 1) + tile);
     if (kGrouped && member > 0) __syncthreads();  // the last head's memory has been read
-    if (tile == tiles) {
-      pull_back_values<C>(p, job, head, shared, row_sums);
+    if (job.tile == job.tiles) {
+      pull_back_values<C>(p, job, head, shared, row_sums(p, job, head));
       continue;
     }
     const GroupSum<T, kGrouped> group{group_sums, member, job.group};
@@ -64,7 +67,8 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __g
       store_matrices_vector<C>(p, sums, shared);
       __syncthreads();
       multiply_blocks<C>(p, shared, sums);
-      finish_vector<C>(p, job, head, feature, shared, group);
+      const Job same = find_job<kGrouped>(p, static_cast<unsigned>(fresh(static_cast<int>(blockIdx.x))));
+      finish_vector<C>(p, same, same.key_head * same.group + member, same.tile * kTile, shared, group);
     } else {
       store_matrices<C>(p, sums, shared);
       make_erase_operand<C>(shared);
@@ -73,14 +77,17 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : 2) pullback(const __g
     }
     if constexpr (!C::kIndependent) {
       __syncthreads();
+      // The job again, rather than in registers through the products.
+      const Job same = find_job<kGrouped>(p, static_cast<unsigned>(fresh(static_cast<int>(blockIdx.x))));
+      RowSums* sums_to = row_sums(p, same, same.key_head * same.group + member);
       const int i = static_cast<int>(threadIdx.x) % kTile, which = static_cast<int>(threadIdx.x) / kTile;
-      if (which == 0) row_sums->strength[i] = shared.rows.strength[0][i] + shared.rows.strength[1][i];
+      if (which == 0) sums_to->strength[i] = shared.rows.strength[0][i] + shared.rows.strength[1][i];
       if constexpr (!C::kVector) {
-        if (which == 1) row_sums->query[i] = shared.rows.query[0][i] + shared.rows.query[1][i];
-        if (which == 2) row_sums->write[i] = shared.rows.write[0][i] + shared.rows.write[1][i];
+        if (which == 1) sums_to->query[i] = shared.rows.query[0][i] + shared.rows.query[1][i];
+        if (which == 2) sums_to->write[i] = shared.rows.write[0][i] + shared.rows.write[1][i];
         if (which == 3 && i < 32) {
           const float sum = state_sum(shared);
-          if (i == 0) row_sums->state = shared.decay[0] * sum;
+          if (i == 0) sums_to->state = shared.decay[0] * sum;
         }
       }
     }
@@ -125,7 +132,11 @@ __global__ void __launch_bounds__(kThreads) pullback_sums(const __grid_constant_
                    p.strength_dtype, strength[e]);
     }
     if constexpr (!kVector) {
-      if (p.dg.data != nullptr) *row_pointer<float>(p.dg, at.batch, token, head) = after[e] + (before[e] + state);
+      // Where nothing of the state is left, the gate's gradient is 0, and not the rounding of sums that cancel.
+      const bool resets = scalar_decay(p, at, head, first + e) == 0.0f;
+      if (p.dg.data != nullptr) {
+        *row_pointer<float>(p.dg, at.batch, token, head) = resets ? 0.0f : after[e] + (before[e] + state);
+      }
     }
   }
 }

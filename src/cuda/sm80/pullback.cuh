@@ -71,7 +71,22 @@ struct Job {
   ChunkAt at;
   std::int64_t slot;
   int key_head, group;
+  int tile, tiles;  ///< of 64 features; tile number `tiles` is the values'
 };
+
+/// Grid: [chunk slot][query head][tile of 64 features, and one for the values].
+template <bool kGrouped>
+__device__ __forceinline__ Job find_job(const Params& p, unsigned block) {
+  Job job;
+  job.tiles = (p.K + kTile - 1) / kTile;
+  job.tile = static_cast<int>(block % (job.tiles + 1));
+  block /= job.tiles + 1;
+  job.slot = block / p.H;
+  job.key_head = static_cast<int>(block % p.H);
+  job.group = kGrouped ? p.HV / p.H : 1;
+  job.at = locate(p, job.slot);
+  return job;
+}
 
 template <class C>
 struct SharedStorage {
@@ -107,7 +122,7 @@ struct Place {
   int column;  ///< first column: 32 * (warp / 4)
 };
 __device__ __forceinline__ Place place() {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = fresh(static_cast<int>(threadIdx.x)) / 32;
   return {16 * (warp % 4), 32 * (warp / 4)};
 }
 

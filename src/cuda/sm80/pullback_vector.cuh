@@ -39,7 +39,10 @@ struct Column {
   std::uint32_t strength[C::kIndependent ? kBlock / 2 : 1];  ///< b of two rows each
 
   __device__ __forceinline__ Column(const Params& p, const Job& job, int head, int feature, const Shared& s)
-      : shared(s), first(static_cast<int>(threadIdx.x) / kTile * kBlock), f(static_cast<int>(threadIdx.x) % kTile) {
+      : shared(s) {
+    const int thread = fresh(threadIdx.x);
+    first = thread / kTile * kBlock;
+    f = thread % kTile;
     if constexpr (C::kIndependent) {
       const T* b = row_pointer<const T>(p.b, job.at.batch, job.at.token + first, head) + feature + f;
       const int left = feature + f < p.K ? job.at.tokens - first : 0;
@@ -189,15 +192,44 @@ __device__ __forceinline__ void multiply_blocks(const Params& p, Shared& shared,
   __syncthreads();
 }
 
+/// Step 8's last part: dg of one feature of one block a thread, from the sums inside the blocks.
+template <class Shared>
+__device__ __forceinline__ void finish_gates(const Params& p, const Job& job, int head, int feature, Shared& shared) {
+  const int thread = fresh(threadIdx.x), block = thread / kTile, first = block * kBlock, f = thread % kTile;
+  const int left = feature + f < p.K ? job.at.tokens - first : 0;
+  float* to = row_pointer<float>(p.dg, job.at.batch, job.at.token + first, head) + feature + f;
+  float later = 0.0f, earlier = 0.0f, lambda = 1.0f, state = 0.0f;
+#pragma unroll
+  for (int other = kBlocks - 1; other >= 0; --other) {
+    if (other > block) later += shared.gate.block_sum[0][other][f];
+  }
+#pragma unroll
+  for (int other = 0; other < kBlocks; ++other) {
+    if (other < block) earlier += shared.gate.block_sum[1][other][f];
+    lambda *= shared.gate.block_decay[other][f];
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) state += shared.state_sum[e][f];
+  earlier += lambda * state;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    // Where nothing of the state is left, the gate's gradient is 0, and not the rounding of sums that cancel.
+    const float dg = (shared.exchange[0].at(first + i, f) + later) + earlier;
+    if (i < left) *to = shared.gate.decay[first + i][f] == 0.0f ? 0.0f : dg;
+    to += p.dg.token;
+    earlier += shared.exchange[3].at(first + i, f);
+  }
+}
+
 /// Steps 7 and 8: the pairs inside a block, and all gradients of one feature of one block a thread.
 template <class C, class Shared, class Group>
 __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, int head, int feature, Shared& shared,
                                               const Group& group) {
   using T = typename C::T;
   const Column<C, Shared> column(p, job, head, feature, shared);
-  const int first = column.first, f = column.f, block = first / kBlock;
+  const int first = column.first, f = column.f;
   const int left = feature + f < p.K ? job.at.tokens - first : 0;  // rows that exist
-  const auto& diagonal = shared.gate.diagonal[block];
+  const auto& diagonal = shared.gate.diagonal[first / kBlock];
   float decay[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) decay[i] = column.decay(i);
@@ -284,33 +316,12 @@ __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, i
       send *= decay[j];
       __syncwarp();
     }
-    shared.gate.block_sum[0][block][f] = after;
-    shared.gate.block_sum[1][block][f] = writes;
+    shared.gate.block_sum[0][first / kBlock][f] = after;
+    shared.gate.block_sum[1][first / kBlock][f] = writes;
   }
   __syncthreads();
 
-  if (p.dg.data != nullptr) {
-    float* to = row_pointer<float>(p.dg, job.at.batch, job.at.token + first, head) + feature + f;
-    float later = 0.0f, earlier = 0.0f, lambda = 1.0f, state = 0.0f;
-#pragma unroll
-    for (int other = kBlocks - 1; other >= 0; --other) {
-      if (other > block) later += shared.gate.block_sum[0][other][f];
-    }
-#pragma unroll
-    for (int other = 0; other < kBlocks; ++other) {
-      if (other < block) earlier += shared.gate.block_sum[1][other][f];
-      lambda *= shared.gate.block_decay[other][f];
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) state += shared.state_sum[e][f];
-    earlier += lambda * state;
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      if (i < left) *to = (shared.exchange[0].at(first + i, f) + later) + earlier;
-      to += p.dg.token;
-      earlier += shared.exchange[3].at(first + i, f);
-    }
-  }
+  if (p.dg.data != nullptr) finish_gates(p, job, head, feature, shared);
   if constexpr (!C::kIndependent) {
     // dbeta: four threads a row.
     const int row = threadIdx.x / 4, quarter = threadIdx.x % 4 * 16;

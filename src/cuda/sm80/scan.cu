@@ -22,16 +22,14 @@ namespace {
 
 using namespace scans;
 
-/// Warps of a block. Registers decide: outputs take more than the 168 that a thread of twelve warps can have.
-template <bool kOutput>
-constexpr int kMostConsumers = kOutput ? 4 : 8;
+constexpr int kMostConsumers = 4;  ///< warps: more would leave a thread fewer registers than a step needs
 
 /// Warps that share 16 value columns, 64 features each.
 template <class C>
 constexpr int kParts = C::kKeyTiles;
 /// Slabs of 16 columns a block can have.
-template <class C, bool kOutput>
-constexpr int kMostSlabs = std::min(kMostConsumers<kOutput> / kParts<C>, kTile / 16);
+template <class C>
+constexpr int kMostSlabs = std::min(kMostConsumers / kParts<C>, kTile / 16);
 
 /// Of one consumer warp.
 struct WarpBuffers {
@@ -169,7 +167,7 @@ struct Consumer {
       // Step 8: O = Qg S + Cq R.
       multiply_state(stage, C::kQuery, acc);
       if (part == kLast) {
-        if constexpr (!C::kVector) scale_columns(acc, stage.query_scale);
+        scale_output(p, stage, acc);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
 #pragma unroll
@@ -222,8 +220,9 @@ struct Consumer {
     if constexpr (!C::kVector) {
       scale_columns(acc, stage.erase_scale);
       to_fragments<T>(acc, x);
-      scale_output_gradient(stage, d_o);
     }
+    std::uint32_t d_o_low[4][4];
+    scale_output_gradient(p, stage, d_o, d_o_low);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
@@ -231,6 +230,7 @@ struct Consumer {
     }
     decay_state(stage);
     add_to_state(stage, C::kQuery, d_o);
+    add_to_state(stage, C::kQuery, d_o_low);
     add_to_state(stage, C::kErase, x);
   }
 
@@ -259,7 +259,7 @@ struct Consumer {
 };
 
 template <class C, bool kOutput>
-__global__ void __launch_bounds__(kProducers + 32 * kMostConsumers<kOutput>, 1)
+__global__ void __launch_bounds__(kProducers + 32 * kMostConsumers, 1)
     scan(const __grid_constant__ Params p, const int stages, const bool both) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int slabs = (static_cast<int>(blockDim.x) - kProducers) / (32 * kParts<C>);
@@ -284,7 +284,7 @@ struct Cut {
 
 /// Every slab of columns takes about the same time, so few heads are cut into many blocks: until half the
 /// multiprocessors have one. Beyond, each block's copies of the same operands cost more than it gains.
-template <class C, bool kOutput>
+template <class C>
 Cut cut_columns(const Params& p, const DeviceLimits& device, int directions) {
   const std::int64_t scans = p.sequences * p.HV * directions;
   const auto blocks = [&](int slabs) { return scans * ((p.V + 16 * slabs - 1) / (16 * slabs)); };
@@ -292,7 +292,7 @@ Cut cut_columns(const Params& p, const DeviceLimits& device, int directions) {
     return shared_bytes<C>(stages, slabs * kParts<C>) <= device.shared_bytes_per_block;
   };
   int slabs = 1;
-  while (2 * slabs <= kMostSlabs<C, kOutput> && 16 * slabs < p.V && 2 * blocks(slabs) > device.multiprocessors &&
+  while (2 * slabs <= kMostSlabs<C> && 16 * slabs < p.V && 2 * blocks(slabs) > device.multiprocessors &&
          fits(1, 2 * slabs)) {
     slabs *= 2;
   }
@@ -303,7 +303,7 @@ Cut cut_columns(const Params& p, const DeviceLimits& device, int directions) {
 
 template <class C, bool kOutput>
 void launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t stream) {
-  const Cut cut = cut_columns<C, kOutput>(p, device, both ? 2 : 1);
+  const Cut cut = cut_columns<C>(p, device, both ? 2 : 1);
   if (cut.blocks == 0) return;
   const int consumers = cut.slabs * kParts<C>;
   const int bytes = shared_bytes<C>(cut.stages, consumers);

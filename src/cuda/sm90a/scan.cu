@@ -159,7 +159,7 @@ struct Consumer {
     to_fragments<T>(acc, x);
     if constexpr (kOutput) {
       wgmma::hold(o);
-      if constexpr (!kVector) scale_columns(o, stage.query_scale);
+      scale_output(p, stage, o);
     }
     wgmma::begin();
     if constexpr (kOutput) {
@@ -209,15 +209,17 @@ struct Consumer {
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc.c[n][e] += from_state.c[n][e];
       }
-      scale_output_gradient(stage, d_o);
     }
     to_fragments<T>(acc, x);
     wgmma::begin();
     multiply_columns(base, kA, x, acc, false);  // step 11: P = A^T dR
     wgmma::commit();
     decay_state(stage);
+    std::uint32_t d_o_low[4][4];
+    scale_output_gradient(p, stage, d_o, d_o_low);
     wgmma::begin();
     add_to_state<false>(base, C::kQuery, d_o);  // step 12
+    add_to_state<false>(base, C::kQuery, d_o_low);
     wgmma::commit();
     wgmma::wait<1>();
     wgmma::hold(acc);
