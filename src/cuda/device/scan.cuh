@@ -40,12 +40,13 @@ struct Stage {
   TileStorage operand[C::kOperandTiles];  ///< [64 tokens, 64 features] each
   TileStorage a, cq;                      ///< [64, 64]
   TileStorage value[C::kValueTiles];      ///< [64 tokens, 64 value columns]
-  float erase_scale[kTile];               ///< scalar gates: gamma * beta   [64 tokens]
-  float query_scale[kTile];               ///< scalar gates: gamma * scale
-  float write_scale[kTile];               ///< scalar gates: decay to the end of the chunk
-  float beta[kTile];
+  float erase_scale[C::kVector ? 1 : kTile];  ///< scalar gates: gamma * beta   [64 tokens]
+  float query_scale[C::kVector ? 1 : kTile];  ///< scalar gates: gamma * scale
+  float write_scale[C::kVector ? 1 : kTile];  ///< scalar gates: decay to the end of the chunk
+  alignas(16) float beta[kTile];
   float decay[C::kKeys];  ///< lambda by feature; scalar gates: element 0
   ChunkAt chunk;
+  std::uint64_t landed;  ///< Hopper: the barrier that the stage's copies report to
 };
 
 enum Barrier : int { kFull = 1, kEmpty = kFull + kMostStages, kOfConsumers = kEmpty + kMostStages };
@@ -147,7 +148,7 @@ __device__ __forceinline__ void store_scalars(const Params& p, const RawScalars&
   }
 }
 
-/// Step 2: the copies of a chunk, by threads 0 to kThreads - 1.
+/// Step 2: the copies of a chunk, by kThreads threads, as copy_tile counts them.
 template <class C, int kThreads>
 struct Copies {
   using T = typename C::T;
@@ -175,7 +176,7 @@ struct Copies {
       features(stage.operand + C::kWrite, p.write, job.head, at);
       if (job.query) features(stage.operand + C::kQuery, p.query, job.head, at);
       // Features past K get a decay of 0: their states are zero, and stay numbers.
-      const int first = 4 * static_cast<int>(threadIdx.x);
+      const int first = 4 * (static_cast<int>(threadIdx.x) % kThreads);
       if (first < C::kKeys) {
         ptx::copy_async_16(ptx::shared_address(&stage.decay[first]), p.decay + index * p.K + first, first < p.K);
       }

@@ -114,14 +114,14 @@ __device__ __forceinline__ void to_fragment(const Accumulator<kN>& acc, int j, s
   a[3] = pack<T>(acc.c[2 * j + 1][2], acc.c[2 * j + 1][3]);
 }
 
-/// Copies a [64, 64] tile from global rows `stride` elements apart, by threads 0 to kThreads - 1 of the block: each has
-/// one 16-byte piece of every kThreads / 8-th row. Rows from valid_rows and columns from valid_columns (a multiple of 8)
+/// Copies a [64, 64] tile from global rows `stride` elements apart, by kThreads threads of the block from a multiple of
+/// kThreads on: each has one 16-byte piece of every kThreads / 8-th row. Rows from valid_rows and columns from valid_columns (a multiple of 8)
 /// on become zero and are not read.
 template <int kThreads, class T>
 __device__ __forceinline__ void copy_tile(std::uint32_t tile, const T* from, std::int64_t stride, int valid_rows,
                                           int valid_columns) {
   constexpr int kStep = kThreads / 8;
-  const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 8;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads, row = thread / 8, column = thread % 8 * 8;
   const int left = column < valid_columns ? valid_rows - row : 0;
   from += row * stride + column;
 #pragma unroll

@@ -322,13 +322,13 @@ int scan_shared_bytes(const Kind& kind, std::int64_t K) {
 }
 
 void launch_scan_output(const Params& p, const Kind& kind, const DeviceLimits& device, cudaStream_t stream) {
-  if (sm90a::scans_serve(p, device)) return sm90a::launch_scan_output(p, kind, device, stream);
+  if (sm90a::scans_serve(p, device) && sm90a::launch_scan_output(p, kind, device, stream)) return;
   with_config<256>(p.K, kind, [&]<class C>() { launch<C, true>(p, device, false, stream); });
 }
 
 void launch_scan_both(const Params& p, const Kind& kind, const DeviceLimits& device, bool states_saved,
                       cudaStream_t stream) {
-  if (sm90a::scans_serve(p, device)) return sm90a::launch_scan_both(p, kind, device, states_saved, stream);
+  if (sm90a::scans_serve(p, device) && sm90a::launch_scan_both(p, kind, device, states_saved, stream)) return;
   with_config<256>(p.K, kind, [&]<class C>() { launch<C, false>(p, device, !states_saved, stream); });
 }
 

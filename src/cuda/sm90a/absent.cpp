@@ -15,11 +15,11 @@ bool scans_serve(const Params&, const DeviceLimits&) {
   return false;
 }
 
-void launch_scan_output(const Params&, const Kind&, const DeviceLimits&, cudaStream_t) {
+bool launch_scan_output(const Params&, const Kind&, const DeviceLimits&, cudaStream_t) {
   refuse();
 }
 
-void launch_scan_both(const Params&, const Kind&, const DeviceLimits&, bool, cudaStream_t) {
+bool launch_scan_both(const Params&, const Kind&, const DeviceLimits&, bool, cudaStream_t) {
   refuse();
 }
 

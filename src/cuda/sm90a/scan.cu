@@ -5,6 +5,9 @@
 // read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and shared memory
 // was what the step waited for (measured: 3.5 us a step of the backward, against about 1 here).
 //
+// One producer warp: whole chunks arrive as tiles through the copy engine (TMA), one instruction each, and report to the
+// stage's barrier; the chunk that ends a sequence is copied row by row, zeros behind its last token.
+//
 // A step waits for three products, each needing the last: E S, R = A X, F^T R (backwards F dS, P = A^T dR, E^T P). What
 // does not need the last one runs beside it: Qg S, Cq^T dO, Qg^T dO, the decay of the state.
 #include "cuda/sm90a/scan.h"
@@ -12,16 +15,27 @@
 #include "cuda/check.h"
 #include "cuda/device/scan.cuh"
 #include "cuda/device/state.cuh"
+#include "cuda/device/tma.cuh"
 #include "cuda/device/wgmma.cuh"
+#include "cuda/sm90a/tensor_map.h"
 
 namespace rewy::cuda::sm90a {
 namespace {
 
 using namespace scans;
 
+constexpr int kProducer = 32;    ///< threads, one warp
 constexpr int kConsumers = 128;  ///< threads, one warpgroup
 constexpr int kWidth = 64;       ///< value columns a block
 constexpr int kMostKeys = 128;
+
+/// What the copy engine needs to know of every operand. `values` are v, or dO where the scan runs backwards.
+struct Maps {
+  CUtensorMap erase, write, query;  ///< scalar gates: k, unused, q
+  CUtensorMap values[2];            ///< v, dO
+  CUtensorMap strength;             ///< w
+  CUtensorMap a, cq;
+};
 
 /// Of one consumer warp: rows it stores in 16-byte pieces.
 struct WarpBuffer {
@@ -31,6 +45,78 @@ struct WarpBuffer {
 template <class C>
 constexpr int shared_bytes(int stages) {
   return static_cast<int>(stages * sizeof(Stage<C>) + kConsumers / 32 * sizeof(WarpBuffer));
+}
+
+/// Step 2 for a whole chunk, by one thread: announces the bytes and starts the copies.
+template <class C>
+__device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, const Job& job, std::int64_t slot,
+                                            const ChunkAt& at, Stage<C>& stage) {
+  tma::Barrier& full = stage.landed;
+  const std::int64_t index = slot * p.HV + job.head;
+  const bool strength = C::kIndependent && !job.reverse;
+  const int operands = C::kKeyTiles * ((C::kVector ? 2 : 1) + (job.query ? 1 : 0));
+  const int tiles = operands + 1 + (job.query ? 1 : 0) + 1 + (strength ? 1 : 0);
+  tma::expect_bytes(full, tiles * kTileBytes + (C::kVector ? p.K * static_cast<int>(sizeof(float)) : 0));
+  const int token = static_cast<int>(at.token);
+  const auto copy = [&](TileStorage& to, const CUtensorMap& map, int column, int head) {
+    tma::copy_box(ptx::shared_address(&to), map, column, head, token, at.batch, full);
+  };
+  const auto features = [&](int which, const CUtensorMap& map, int head) {
+#pragma unroll
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) copy(stage.operand[which + tile], map, tile * kTile, head);
+  };
+  const int head = C::kVector ? job.head : job.key_head;
+  features(job.reverse ? C::kWrite : C::kErase, job.reverse && C::kVector ? maps.write : maps.erase, head);
+  const auto matrix = [&](TileStorage& to, const CUtensorMap& map) {
+    tma::copy_box(ptx::shared_address(&to), map, 0, 0, 0, static_cast<int>(index), full);
+  };
+  if (job.query) matrix(stage.cq, maps.cq);
+  copy(stage.value[0], maps.values[job.reverse ? 1 : 0], job.column, job.head);
+  if constexpr (C::kIndependent) {
+    if (strength) copy(stage.value[1], maps.strength, job.column, job.head);
+  }
+  matrix(stage.a, maps.a);
+  if (job.query) features(C::kQuery, maps.query, head);
+  if constexpr (C::kVector) {
+    features(job.reverse ? C::kErase : C::kWrite, job.reverse ? maps.erase : maps.write, head);
+    tma::copy_bytes(ptx::shared_address(stage.decay), p.decay + index * p.K, p.K * static_cast<int>(sizeof(float)), full);
+  }
+}
+
+/// Steps 1 to 4, the producer warp.
+template <class C>
+__device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages) {
+  if (job.chunks == 0) return;
+  const Copies<C, kProducer> copies{p, job};
+  const bool leads = threadIdx.x % 32 == 0;
+  constexpr bool kScalars = !(C::kVector && C::kIndependent);
+  ChunkAt at = locate(p, job.slot(0));
+  RawScalars raw{};
+  if constexpr (kScalars) raw = load_scalars<C>(p, job, at);
+  int s = 0;
+  for (int step = 0; step < job.chunks; ++step) {
+    Stage<C>& stage = stages[s];
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducer + kConsumers);
+    const bool whole = at.tokens == kTile;
+    if (whole) {
+      if (leads) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
+    } else {
+      copies.start(job.slot(step), at, stage);
+    }
+    if constexpr (kScalars) store_scalars<C>(p, raw, stage);
+    if (leads) stage.chunk = at;
+    if (!whole) {
+      ptx::copy_wait<0>();
+      wgmma::publish_shared();
+    }
+    __syncwarp();
+    if (leads) tma::arrive(stage.landed);
+    if (step + 1 < job.chunks) {
+      at = locate(p, job.slot(step + 1));
+      if constexpr (kScalars) raw = load_scalars<C>(p, job, at);
+    }
+    s = s + 1 == job.stages ? 0 : s + 1;
+  }
 }
 
 /// One warp of the warpgroup: 16 value columns through the sequence.
@@ -236,11 +322,11 @@ struct Consumer {
   }
 
   template <bool kOutput>
-  __device__ __forceinline__ void run(const Stage<C>* stages) {
+  __device__ __forceinline__ void run(Stage<C>* stages) {
     load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
-    int s = 0;
+    int s = 0, parity = 0;
     for (int step = 0; step < job.chunks; ++step) {
-      ptx::barrier_sync(kFull + s, job.threads);
+      tma::wait(stages[s].landed, parity);
       if constexpr (kOutput) {
         step_forward<true>(step, stages[s]);
       } else if (job.reverse) {
@@ -248,8 +334,11 @@ struct Consumer {
       } else {
         step_forward<false>(step, stages[s]);
       }
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, job.threads);
-      s = s + 1 == job.stages ? 0 : s + 1;
+      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, kProducer + kConsumers);
+      if (++s == job.stages) {
+        s = 0;
+        parity ^= 1;
+      }
     }
     if (kOutput || job.reverse) {
       store_state_fp32(kOutput ? p.final_state : p.d_initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
@@ -258,17 +347,28 @@ struct Consumer {
 };
 
 template <class C, bool kOutput>
-__global__ void __launch_bounds__(kProducers + kConsumers, 1)
-    scan(const __grid_constant__ Params p, const int stages, const bool both) {
+__global__ void __launch_bounds__(kProducer + kConsumers, 1)
+    scan(const __grid_constant__ Params p, const __grid_constant__ Maps maps, const int stages, const bool both) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   const Job job = find_job<kOutput>(p, kWidth, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
-  if (threadIdx.x < kProducers) {
-    produce<C>(p, job, ring, [] { wgmma::publish_shared(); });
+  auto* buffers = reinterpret_cast<WarpBuffer*>(ring + stages);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; ++s) tma::initialise(ring[s].landed, 1);
+    tma::publish_barriers();
+  }
+  if constexpr (C::kVector) {
+    // Features past K decay to 0: their states are zero, and stay numbers.
+    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kProducer + kConsumers) {
+      for (int s = 0; s < stages; ++s) ring[s].decay[i] = 0.0f;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x >= kConsumers) {  // a warpgroup starts at a multiple of four warps
+    produce_tiles<C>(p, maps, job, ring);
   } else {
-    auto* buffers = reinterpret_cast<WarpBuffer*>(ring + stages);
-    const int warp = (static_cast<int>(threadIdx.x) - kProducers) / 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
     Consumer<C> consumer{p, job, buffers[warp].rows, job.column + 16 * warp, 16 * warp, {}, {}};
     consumer.template run<kOutput>(ring);
   }
@@ -277,17 +377,36 @@ __global__ void __launch_bounds__(kProducers + kConsumers, 1)
 #endif
 }
 
+/// False where the copy engine cannot read an operand.
+template <class C>
+bool describe(const Params& p, bool output, Maps& maps) {
+  const auto rows = [&](CUtensorMap& map, const Rows& of, std::int64_t heads, std::int64_t width) {
+    return of.data == nullptr || describe_rows(map, of, p.B, p.T, heads, width);
+  };
+  if (p.chunks == 0) return true;
+  const bool operands = C::kVector ? rows(maps.erase, p.erase, p.HV, p.K) && rows(maps.write, p.write, p.HV, p.K) &&
+                                         rows(maps.query, p.query, p.HV, p.K)
+                                   : rows(maps.erase, p.k, p.H, p.K) && rows(maps.query, p.q, p.H, p.K);
+  return operands && rows(maps.values[0], p.v, p.HV, p.V) && (output || rows(maps.values[1], p.d_o, p.HV, p.V)) &&
+         rows(maps.strength, p.w, p.HV, p.V) && describe_matrices(maps.a, p.a, p.chunks * p.HV) &&
+         describe_matrices(maps.cq, p.cq, p.chunks * p.HV);
+}
+
+/// Whether it could launch.
 template <class C, bool kOutput>
-void launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t stream) {
+bool launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t stream) {
   const std::int64_t blocks = p.sequences * p.HV * ((p.V + kWidth - 1) / kWidth) * (both ? 2 : 1);
-  if (blocks == 0) return;
+  if (blocks == 0) return true;
+  Maps maps{};
+  if (!describe<C>(p, kOutput, maps)) return false;
   int stages = kMostStages;
   while (stages > 1 && shared_bytes<C>(stages) > device.shared_bytes_per_block) --stages;
   const int bytes = shared_bytes<C>(stages);
   const auto kernel = scan<C, kOutput>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
-  kernel<<<static_cast<unsigned>(blocks), kProducers + kConsumers, bytes, stream>>>(p, stages, both);
+  kernel<<<static_cast<unsigned>(blocks), kProducer + kConsumers, bytes, stream>>>(p, maps, stages, both);
   check_launch("scan");
+  return true;
 }
 
 }  // namespace
@@ -296,13 +415,17 @@ bool scans_serve(const Params& p, const DeviceLimits& device) {
   return device.compute_capability == 90 && p.K <= kMostKeys;
 }
 
-void launch_scan_output(const Params& p, const Kind& kind, const DeviceLimits& device, cudaStream_t stream) {
-  with_config<kMostKeys>(p.K, kind, [&]<class C>() { launch<C, true>(p, device, false, stream); });
+bool launch_scan_output(const Params& p, const Kind& kind, const DeviceLimits& device, cudaStream_t stream) {
+  bool launched = false;
+  with_config<kMostKeys>(p.K, kind, [&]<class C>() { launched = launch<C, true>(p, device, false, stream); });
+  return launched;
 }
 
-void launch_scan_both(const Params& p, const Kind& kind, const DeviceLimits& device, bool states_saved,
+bool launch_scan_both(const Params& p, const Kind& kind, const DeviceLimits& device, bool states_saved,
                       cudaStream_t stream) {
-  with_config<kMostKeys>(p.K, kind, [&]<class C>() { launch<C, false>(p, device, !states_saved, stream); });
+  bool launched = false;
+  with_config<kMostKeys>(p.K, kind, [&]<class C>() { launched = launch<C, false>(p, device, !states_saved, stream); });
+  return launched;
 }
 
 }  // namespace rewy::cuda::sm90a

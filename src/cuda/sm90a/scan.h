@@ -7,7 +7,7 @@
 namespace rewy::cuda::sm90a {
 
 bool scans_serve(const Params&, const DeviceLimits&);
-void launch_scan_output(const Params&, const Kind&, const DeviceLimits&, cudaStream_t);
-void launch_scan_both(const Params&, const Kind&, const DeviceLimits&, bool states_saved, cudaStream_t);
+bool launch_scan_output(const Params&, const Kind&, const DeviceLimits&, cudaStream_t);
+bool launch_scan_both(const Params&, const Kind&, const DeviceLimits&, bool states_saved, cudaStream_t);
 
 }  // namespace rewy::cuda::sm90a

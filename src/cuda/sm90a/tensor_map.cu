@@ -1,0 +1,56 @@
+#include "cuda/sm90a/tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/device/tile.cuh"
+
+namespace rewy::cuda::sm90a {
+namespace {
+
+/// The driver's function, asked for once: the library links to no driver.
+decltype(&cuTensorMapEncodeTiled) encoder() {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (status != cudaSuccess) cudaGetLastError();
+    return status == cudaSuccess && result == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)
+               : nullptr;
+  }();
+  return function;
+}
+
+}  // namespace
+
+bool describe_rows(CUtensorMap& map, const Rows& rows, std::int64_t B, std::int64_t T, std::int64_t heads,
+                   std::int64_t width) {
+  constexpr std::int64_t kElement = 2;
+  // Innermost first. An axis of one element is never stepped along; any stride that the driver accepts will do.
+  const std::int64_t extents[4] = {width, heads, T, B};
+  const std::int64_t strides[3] = {rows.head, rows.token, rows.batch};
+  cuuint64_t dims[4], bytes[3];
+  for (int i = 0; i < 4; ++i) dims[i] = static_cast<cuuint64_t>(extents[i]);
+  for (int i = 0; i < 3; ++i) {
+    std::int64_t stride = strides[i] * kElement;
+    if (extents[i + 1] == 1) stride = 16;
+    if (stride <= 0 || stride % 16 != 0 || stride >= (std::int64_t{1} << 40)) return false;
+    bytes[i] = static_cast<cuuint64_t>(stride);
+  }
+  const cuuint32_t box[4] = {kTile, 1, kTile, 1}, steps[4] = {1, 1, 1, 1};
+  const auto encode = encoder();
+  // Both 16-bit types are copied as they are.
+  return encode != nullptr &&
+         encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, rows.data, dims, bytes, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool describe_matrices(CUtensorMap& map, const void* data, std::int64_t blocks) {
+  // Blocks are batches, the rows of a matrix its tokens.
+  const Rows rows{const_cast<void*>(data), kTile * kTile, kTile, kTile};
+  return describe_rows(map, rows, blocks, kTile, 1, kTile);
+}
+
+}  // namespace rewy::cuda::sm90a
