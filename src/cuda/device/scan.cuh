@@ -65,6 +65,15 @@ struct Job {
   __device__ __forceinline__ std::int64_t slot(int step) const {
     return first_slot + (reverse ? chunks - 1 - step : step);
   }
+  /// The chunk of a step. Unpacked ones follow from the step alone.
+  __device__ __forceinline__ ChunkAt chunk(const Params& p, int step) const {
+    if (p.cu_seqlens != nullptr) return p.chunk_table[slot(step)];
+    const int number = reverse ? chunks - 1 - step : step;
+    const std::int64_t token = static_cast<std::int64_t>(number) * kTile;
+    const auto batch = static_cast<std::int32_t>(sequence);
+    const auto left = static_cast<int>(p.T - token);
+    return {token, batch, batch, min(left, kTile), number + 1 == chunks ? 1 : 0};
+  }
   /// Where the step's chunk and this head stand in the arrays between the kernels.
   __device__ __forceinline__ std::int64_t index(const Params& p, int step) const { return slot(step) * p.HV + head; }
 };
@@ -103,25 +112,26 @@ __device__ __forceinline__ Job find_job(const Params& p, int width, int stages, 
 struct RawScalars {
   float g[2];
   std::uint32_t beta[2];
+  int tokens;  ///< of the chunk
 };
 
+/// Nothing here waits for a load: lanes past the tail load the last token again, and are masked when the values are used.
 template <class C>
 __device__ __forceinline__ RawScalars load_scalars(const Params& p, const Job& job, const ChunkAt& at) {
-  RawScalars raw;
+  RawScalars raw{};
+  raw.tokens = at.tokens;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const int i = 2 * static_cast<int>(threadIdx.x & 31) + e;
-    const bool valid = i < at.tokens;
-    raw.g[e] = 0.0f;
-    raw.beta[e] = 0;
+    const std::int64_t token = at.token + min(2 * static_cast<int>(threadIdx.x & 31) + e, at.tokens - 1);
     if constexpr (!C::kVector) {
-      if (valid && p.g.data != nullptr) raw.g[e] = *row_pointer<const float>(p.g, at.batch, at.token + i, job.head);
+      if (p.g.data != nullptr) raw.g[e] = *row_pointer<const float>(p.g, at.batch, token, job.head);
     }
     if constexpr (!C::kIndependent) {
-      const std::int64_t place = at.batch * p.beta.batch + (at.token + i) * p.beta.token + job.head * p.beta.head;
-      if (valid) {
-        raw.beta[e] = p.strength_dtype == DType::kF32 ? static_cast<const std::uint32_t*>(p.beta.data)[place]
-                                                      : static_cast<const std::uint16_t*>(p.beta.data)[place];
+      const std::int64_t place = at.batch * p.beta.batch + token * p.beta.token + job.head * p.beta.head;
+      if (p.strength_dtype == DType::kF32) {
+        raw.beta[e] = static_cast<const std::uint32_t*>(p.beta.data)[place];
+      } else {
+        raw.beta[e] = static_cast<const std::uint16_t*>(p.beta.data)[place];
       }
     }
   }
@@ -134,9 +144,13 @@ __device__ __forceinline__ void store_scalars(const Params& p, const RawScalars&
   const int first = 2 * static_cast<int>(threadIdx.x & 31);
   float beta[2];
 #pragma unroll
-  for (int e = 0; e < 2; ++e) stage.beta[first + e] = beta[e] = scalar_from_bits(raw.beta[e], p.strength_dtype);
+  for (int e = 0; e < 2; ++e) {
+    const bool valid = first + e < raw.tokens;
+    stage.beta[first + e] = beta[e] = valid ? scalar_from_bits(raw.beta[e], p.strength_dtype) : 0.0f;
+  }
   if constexpr (!C::kVector) {
-    const float decay[2] = {decay_of(raw.g[0]), decay_of(raw.g[1])};
+    const float decay[2] = {first < raw.tokens ? decay_of(raw.g[0]) : 1.0f,
+                            first + 1 < raw.tokens ? decay_of(raw.g[1]) : 1.0f};
     const ScalarDecays d = scalar_decays(decay);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -217,7 +231,7 @@ __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C
   const bool late = job.stages > 2;
   const Copies<C, kProducers> copies{p, job};
   const bool has_scalars = threadIdx.x < 32 && !(C::kVector && C::kIndependent);
-  ChunkAt at = locate(p, job.slot(0));
+  ChunkAt at = job.chunk(p, 0);
   RawScalars raw{};
   if (has_scalars) raw = load_scalars<C>(p, job, at);
   int s = 0;
@@ -228,7 +242,7 @@ __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C
     if (threadIdx.x == 32) stage.chunk = at;
     if (has_scalars) store_scalars<C>(p, raw, stage);
     if (step + 1 < job.chunks) {
-      at = locate(p, job.slot(step + 1));
+      at = job.chunk(p, step + 1);
       if (has_scalars) raw = load_scalars<C>(p, job, at);
     }
     if (!late) {

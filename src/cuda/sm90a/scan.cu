@@ -5,8 +5,9 @@
 // read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and shared memory
 // was what the step waited for (measured: 3.5 us a step of the backward, against about 1 here).
 //
-// One producer warp: whole chunks arrive as tiles through the copy engine (TMA), one instruction each, and report to the
-// stage's barrier; the chunk that ends a sequence is copied row by row, zeros behind its last token.
+// Two producer warps. One has whole chunks brought as tiles by the copy engine (TMA), one instruction each, which report
+// to the stage's barrier; the chunk that ends a sequence it copies row by row, zeros behind its last token. The other makes
+// the scalars: with both in one, the consumers waited a third of the time (measured).
 //
 // A step waits for three products, each needing the last: E S, R = A X, F^T R (backwards F dS, P = A^T dR, E^T P). What
 // does not need the last one runs beside it: Qg S, Cq^T dO, Qg^T dO, the decay of the state.
@@ -15,7 +16,7 @@
 #include "cuda/check.h"
 #include "cuda/device/scan.cuh"
 #include "cuda/device/state.cuh"
-#include "cuda/device/tma.cuh"
+#include "cuda/device/hopper.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sm90a/tensor_map.h"
 
@@ -24,7 +25,7 @@ namespace {
 
 using namespace scans;
 
-constexpr int kProducer = 32;    ///< threads, one warp
+constexpr int kProducers90 = 64;  ///< threads: a warp for the operands, a warp for the scalars
 constexpr int kConsumers = 128;  ///< threads, one warpgroup
 constexpr int kWidth = 64;       ///< value columns a block
 constexpr int kMostKeys = 128;
@@ -51,15 +52,15 @@ constexpr int shared_bytes(int stages) {
 template <class C>
 __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, const Job& job, std::int64_t slot,
                                             const ChunkAt& at, Stage<C>& stage) {
-  tma::Barrier& full = stage.landed;
+  hopper::Barrier& full = stage.landed;
   const std::int64_t index = slot * p.HV + job.head;
   const bool strength = C::kIndependent && !job.reverse;
   const int operands = C::kKeyTiles * ((C::kVector ? 2 : 1) + (job.query ? 1 : 0));
   const int tiles = operands + 1 + (job.query ? 1 : 0) + 1 + (strength ? 1 : 0);
-  tma::expect_bytes(full, tiles * kTileBytes + (C::kVector ? p.K * static_cast<int>(sizeof(float)) : 0));
+  hopper::expect_bytes(full, tiles * kTileBytes + (C::kVector ? p.K * static_cast<int>(sizeof(float)) : 0));
   const int token = static_cast<int>(at.token);
   const auto copy = [&](TileStorage& to, const CUtensorMap& map, int column, int head) {
-    tma::copy_box(ptx::shared_address(&to), map, column, head, token, at.batch, full);
+    hopper::copy_box(ptx::shared_address(&to), map, column, head, token, at.batch, full);
   };
   const auto features = [&](int which, const CUtensorMap& map, int head) {
 #pragma unroll
@@ -68,7 +69,7 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
   const int head = C::kVector ? job.head : job.key_head;
   features(job.reverse ? C::kWrite : C::kErase, job.reverse && C::kVector ? maps.write : maps.erase, head);
   const auto matrix = [&](TileStorage& to, const CUtensorMap& map) {
-    tma::copy_box(ptx::shared_address(&to), map, 0, 0, 0, static_cast<int>(index), full);
+    hopper::copy_box(ptx::shared_address(&to), map, 0, 0, 0, static_cast<int>(index), full);
   };
   if (job.query) matrix(stage.cq, maps.cq);
   copy(stage.value[0], maps.values[job.reverse ? 1 : 0], job.column, job.head);
@@ -79,43 +80,108 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
   if (job.query) features(C::kQuery, maps.query, head);
   if constexpr (C::kVector) {
     features(job.reverse ? C::kErase : C::kWrite, job.reverse ? maps.erase : maps.write, head);
-    tma::copy_bytes(ptx::shared_address(stage.decay), p.decay + index * p.K, p.K * static_cast<int>(sizeof(float)), full);
+    hopper::copy_bytes(ptx::shared_address(stage.decay), p.decay + index * p.K, p.K * static_cast<int>(sizeof(float)), full);
   }
 }
 
-/// Steps 1 to 4, the producer warp.
+/// Steps 1, 2 and 4: the warp that has the operands brought.
 template <class C>
 __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages) {
-  if (job.chunks == 0) return;
-  const Copies<C, kProducer> copies{p, job};
+  const Copies<C, 32> copies{p, job};
   const bool leads = threadIdx.x % 32 == 0;
-  constexpr bool kScalars = !(C::kVector && C::kIndependent);
-  ChunkAt at = locate(p, job.slot(0));
-  RawScalars raw{};
-  if constexpr (kScalars) raw = load_scalars<C>(p, job, at);
   int s = 0;
   for (int step = 0; step < job.chunks; ++step) {
     Stage<C>& stage = stages[s];
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducer + kConsumers);
-    const bool whole = at.tokens == kTile;
-    if (whole) {
+    const ChunkAt at = job.chunk(p, step);
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducers90 + kConsumers);
+    if (at.tokens == kTile) {
       if (leads) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
     } else {
       copies.start(job.slot(step), at, stage);
-    }
-    if constexpr (kScalars) store_scalars<C>(p, raw, stage);
-    if (leads) stage.chunk = at;
-    if (!whole) {
       ptx::copy_wait<0>();
       wgmma::publish_shared();
     }
+    if (leads) stage.chunk = at;
     __syncwarp();
-    if (leads) tma::arrive(stage.landed);
-    if (step + 1 < job.chunks) {
-      at = locate(p, job.slot(step + 1));
-      if constexpr (kScalars) raw = load_scalars<C>(p, job, at);
-    }
+    if (leads) hopper::arrive(stage.landed);
     s = s + 1 == job.stages ? 0 : s + 1;
+  }
+}
+
+/// Steps 1, 3 and 4: the warp that makes the scalars. Operators without scalars have it only arrive.
+template <class C>
+__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages) {
+  if (job.chunks == 0) return;
+  constexpr bool kScalars = !(C::kVector && C::kIndependent);
+  RawScalars raw{};
+  if constexpr (kScalars) raw = load_scalars<C>(p, job, job.chunk(p, 0));
+  int s = 0;
+  for (int step = 0; step < job.chunks; ++step) {
+    Stage<C>& stage = stages[s];
+    RawScalars next{};
+    if constexpr (kScalars) {
+      if (step + 1 < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + 1));
+    }
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducers90 + kConsumers);
+    if constexpr (kScalars) store_scalars<C>(p, raw, stage);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) hopper::arrive(stage.landed);
+    raw = next;
+    s = s + 1 == job.stages ? 0 : s + 1;
+  }
+}
+
+/// Fragments [16, 64] as rows of 128 bytes in a warp's buffer, placed as tile.cuh does [stmatrix].
+__device__ __forceinline__ void stage_rows(unsigned char* buffer, const std::uint32_t (&x)[4][4]) {
+  const int l = threadIdx.x & 31;
+  const std::uint32_t to = ptx::shared_address(buffer);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) hopper::store_matrices(fragment_address(to, 0, 16 * j, l & 15, l >> 4), x[j]);
+}
+
+/// A warp's fragments [16, 64] as rows of `stride` elements in memory, in 16-byte pieces. Rows from valid_rows and
+/// columns from valid_columns on are left out.
+template <class T>
+__device__ __forceinline__ void store_fragments(unsigned char* buffer, T* to, std::int64_t stride, int valid_rows,
+                                                int valid_columns, const std::uint32_t (&x)[4][4]) {
+  __syncwarp();  // the last rows have been read
+  stage_rows(buffer, x);
+  __syncwarp();
+  const int row = static_cast<int>(threadIdx.x & 31) / 8, c = static_cast<int>(threadIdx.x % 8) * 8;
+  const int left = c < valid_columns ? valid_rows - row : 0;
+  to += row * stride + c;
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    if (i < left) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(buffer + tile_offset(row + i, c));
+    to += 4 * stride;
+  }
+}
+
+/// O of a warp's 16 columns from its transpose, in 16-byte pieces: two of a token's row.
+template <class T>
+__device__ __forceinline__ void store_output_rows(const Params& p, const Job& job, const ChunkAt& at, int column,
+                                                  unsigned char* buffer, const Accumulator<8>& o) {
+  const int l = threadIdx.x & 31;
+  // Rows of 32 bytes; the two pieces change places every four rows, so that eight rows meet all banks once.
+  const auto place = [](int row, int piece) { return row * 32 + ((piece ^ ((row >> 2) & 1)) << 4); };
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    const std::uint32_t x[4] = {pack<T>(o.c[n][0], o.c[n][1]), pack<T>(o.c[n][2], o.c[n][3]),
+                                pack<T>(o.c[n + 1][0], o.c[n + 1][1]), pack<T>(o.c[n + 1][2], o.c[n + 1][3])};
+    // Matrices: tokens 8 n on of the lower and upper columns, then tokens 8 n + 8 on.
+    const int row = 8 * n + (l & 7) + (l >> 4) * 8;
+    hopper::store_matrices_transposed(ptx::shared_address(buffer + place(row, (l >> 3) & 1)), x);
+  }
+  __syncwarp();
+  const int row = l / 2, piece = l % 2;
+  T* to = row_pointer<T>(p.o, at.batch, at.token + row, job.head) + column + 8 * piece;
+  const int left = column + 8 * piece < p.V ? at.tokens - row : 0;
+  const std::int64_t stride = 16 * p.o.token;
+#pragma unroll
+  for (int i = 0; i < kTile; i += 16) {
+    if (i < left) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(buffer + place(row + i, piece));
+    to += stride;
   }
 }
 
@@ -196,20 +262,15 @@ struct Consumer {
     T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
 #pragma unroll
     for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-      store_rows(buffer, to + tile * kTile, p.K, p.V - column, p.K - tile * kTile, [&](int j, std::uint32_t(&a)[4]) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) a[e] = rounded[4 * tile + j][e];
-      });
+      store_fragments(buffer, to + tile * kTile, p.K, p.V - column, p.K - tile * kTile,
+                      reinterpret_cast<const std::uint32_t(&)[4][4]>(rounded[4 * tile]));
     }
   }
 
   __device__ __forceinline__ void store_tokens(void* values, int step, const std::uint32_t (&x)[4][4]) const {
     if (values == nullptr) return;
-    store_rows(buffer, static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile, p.V - column, kTile,
-               [&](int j, std::uint32_t(&a)[4]) {
-#pragma unroll
-                 for (int e = 0; e < 4; ++e) a[e] = x[j][e];
-               });
+    store_fragments(buffer, static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile, p.V - column,
+                    kTile, x);
   }
 
   template <bool kOutput>
@@ -258,7 +319,7 @@ struct Consumer {
     if constexpr (kOutput) {
       wgmma::wait<1>();
       wgmma::hold(o);
-      store_output<T>(p, job, stage.chunk, column, o);
+      store_output_rows<T>(p, job, stage.chunk, column, buffer, o);
     }
     wgmma::wait<0>();
     wgmma::hold(state);
@@ -326,7 +387,7 @@ struct Consumer {
     load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
     int s = 0, parity = 0;
     for (int step = 0; step < job.chunks; ++step) {
-      tma::wait(stages[s].landed, parity);
+      hopper::wait(stages[s].landed, parity);
       if constexpr (kOutput) {
         step_forward<true>(step, stages[s]);
       } else if (job.reverse) {
@@ -334,7 +395,7 @@ struct Consumer {
       } else {
         step_forward<false>(step, stages[s]);
       }
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, kProducer + kConsumers);
+      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, kProducers90 + kConsumers);
       if (++s == job.stages) {
         s = 0;
         parity ^= 1;
@@ -347,7 +408,7 @@ struct Consumer {
 };
 
 template <class C, bool kOutput>
-__global__ void __launch_bounds__(kProducer + kConsumers, 1)
+__global__ void __launch_bounds__(kProducers90 + kConsumers, 1)
     scan(const __grid_constant__ Params p, const __grid_constant__ Maps maps, const int stages, const bool both) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -355,18 +416,22 @@ __global__ void __launch_bounds__(kProducer + kConsumers, 1)
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
   auto* buffers = reinterpret_cast<WarpBuffer*>(ring + stages);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; ++s) tma::initialise(ring[s].landed, 1);
-    tma::publish_barriers();
+    for (int s = 0; s < stages; ++s) hopper::initialise(ring[s].landed, 2);
+    hopper::publish_barriers();
   }
   if constexpr (C::kVector) {
     // Features past K decay to 0: their states are zero, and stay numbers.
-    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kProducer + kConsumers) {
+    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kProducers90 + kConsumers) {
       for (int s = 0; s < stages; ++s) ring[s].decay[i] = 0.0f;
     }
   }
   __syncthreads();
   if (threadIdx.x >= kConsumers) {  // a warpgroup starts at a multiple of four warps
-    produce_tiles<C>(p, maps, job, ring);
+    if (threadIdx.x < kConsumers + 32) {
+      produce_tiles<C>(p, maps, job, ring);
+    } else {
+      produce_scalars<C>(p, job, ring);
+    }
   } else {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     Consumer<C> consumer{p, job, buffers[warp].rows, job.column + 16 * warp, 16 * warp, {}, {}};
@@ -404,7 +469,7 @@ bool launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t
   const int bytes = shared_bytes<C>(stages);
   const auto kernel = scan<C, kOutput>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
-  kernel<<<static_cast<unsigned>(blocks), kProducer + kConsumers, bytes, stream>>>(p, maps, stages, both);
+  kernel<<<static_cast<unsigned>(blocks), kProducers90 + kConsumers, bytes, stream>>>(p, maps, stages, both);
   check_launch("scan");
   return true;
 }

@@ -1,11 +1,12 @@
-// Hopper's bulk tensor copies and the barriers they report to (PTX ISA: mbarrier, cp.async.bulk). Only for sm_90 and up.
+// Hopper's bulk tensor copies, the barriers they report to, and stores of fragments (PTX ISA: cp.async.bulk, mbarrier,
+// stmatrix). Only for sm_90 and up.
 #pragma once
 
 #include <cuda.h>
 
 #include "cuda/device/ptx.cuh"
 
-namespace rewy::cuda::tma {
+namespace rewy::cuda::hopper {
 
 /// A barrier in shared memory: a phase ends when the arrivals have come and all announced bytes have landed.
 using Barrier = std::uint64_t;
@@ -52,9 +53,17 @@ __device__ __forceinline__ void copy_bytes(std::uint32_t to, const void* from, i
                "l"(from), "r"(bytes), "r"(ptx::shared_address(&barrier))
                : "memory");
 }
-/// Fetches a map before its first use [prefetch.tensormap].
-__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<std::uint64_t>(&map)) : "memory");
+/// Four 8 x 8 matrices of 16-bit elements into shared memory; lane l gives the address of row l % 8 of matrix l / 8
+/// [stmatrix].
+__device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices_transposed(std::uint32_t address, const std::uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 
-}  // namespace rewy::cuda::tma
+}  // namespace rewy::cuda::hopper
