@@ -12,7 +12,8 @@ namespace rewy::cuda::hopper {
 using Barrier = std::uint64_t;
 
 __device__ __forceinline__ void initialise(Barrier& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ptx::shared_address(&barrier)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ptx::shared_address(&barrier)), "r"(arrivals)
+               : "memory");
 }
 /// Makes initialised barriers visible to the copy engine [fence.mbarrier_init].
 __device__ __forceinline__ void publish_barriers() {
@@ -42,9 +43,9 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
 __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& map, int a, int b, int c, int d,
                                          Barrier& barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(to), "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(ptx::shared_address(&barrier)), "r"(a), "r"(b), "r"(c),
-      "r"(d)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(ptx::shared_address(&barrier)), "r"(a), "r"(b), "r"(c), "r"(d)
       : "memory");
 }
 /// Contiguous bytes, a multiple of 16, from and to multiples of 16 [cp.async.bulk].

@@ -1,9 +1,9 @@
-// What the scans of every architecture share: what a block works on, the stages of its ring, and the producer warps that
-// fill them (docs/kernels/scan.md, steps 1 to 4).
+// What the scans of every architecture share: what a block works on, the stages of its ring, and the producer warps
+// that fill them (docs/kernels/scan.md, steps 1 to 4).
 //
 // Four producer warps copy the operands of the coming chunks into a ring of stages in shared memory, the consumer warps
-// multiply. Named barriers, one "full" and one "empty" a stage. For scalar gates the operands are k and q as they lie, and
-// the decays and beta scale rows of the products in FP32; for vector gates they are E, F and Qg (operands.cu).
+// multiply. Named barriers, one "full" and one "empty" a stage. For scalar gates the operands are k and q as they lie,
+// and the decays and beta scale rows of the products in FP32; for vector gates they are E, F and Qg (operands.cu).
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,9 @@ struct alignas(1024) TileStorage {  // wgmma's swizzle counts from 1024-byte bou
 
 template <class C>
 struct Stage {
-  TileStorage operand[C::kOperandTiles];  ///< [64 tokens, 64 features] each
-  TileStorage a, cq;                      ///< [64, 64]
-  TileStorage value[C::kValueTiles];      ///< [64 tokens, 64 value columns]
+  TileStorage operand[C::kOperandTiles];      ///< [64 tokens, 64 features] each
+  TileStorage a, cq;                          ///< [64, 64]
+  TileStorage value[C::kValueTiles];          ///< [64 tokens, 64 value columns]
   float erase_scale[C::kVector ? 1 : kTile];  ///< scalar gates: gamma * beta   [64 tokens]
   float query_scale[C::kVector ? 1 : kTile];  ///< scalar gates: gamma * scale
   float write_scale[C::kVector ? 1 : kTile];  ///< scalar gates: decay to the end of the chunk
@@ -115,7 +115,8 @@ struct RawScalars {
   int tokens;  ///< of the chunk
 };
 
-/// Nothing here waits for a load: lanes past the tail load the last token again, and are masked when the values are used.
+/// Nothing here waits for a load: lanes past the tail load the last token again, and are masked when the values are
+/// used.
 template <class C>
 __device__ __forceinline__ RawScalars load_scalars(const Params& p, const Job& job, const ChunkAt& at) {
   RawScalars raw{};
@@ -224,7 +225,8 @@ __device__ __forceinline__ void announce(int barrier, int threads, Publish&& pub
   ptx::barrier_arrive(barrier, threads);
 }
 
-/// Steps 1 to 4. `publish` makes copies visible to whatever reads them besides ordinary loads. A stage is announced one step late where there are stages enough, so that two are under way.
+/// Steps 1 to 4. `publish` makes copies visible to whatever reads them besides ordinary loads. A stage is announced one
+/// step late where there are stages enough, so that two are under way.
 template <class C, class Publish>
 __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages, Publish&& publish) {
   if (job.chunks == 0) return;
@@ -326,8 +328,8 @@ __device__ __forceinline__ void load_output_gradient(const Stage<C>& stage, int 
   for (int i = 0; i < 4; ++i) load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * i, column, d_o[i]);
 }
 
-/// dO^T times the scale of the queries, and for scalar gates gamma of its tokens, as the sum of two fragments: the state's
-/// gradient at the start of a sequence is a sum of few such terms, where a rounding would not average out.
+/// dO^T times the scale of the queries, and for scalar gates gamma of its tokens, as the sum of two fragments: the
+/// state's gradient at the start of a sequence is a sum of few such terms, where a rounding would not average out.
 template <class C>
 __device__ __forceinline__ void scale_output_gradient(const Params& p, const Stage<C>& stage,
                                                       std::uint32_t (&d_o)[4][4], std::uint32_t (&low)[4][4]) {

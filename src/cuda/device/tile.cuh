@@ -8,9 +8,9 @@
 
 namespace rewy::cuda {
 
-inline constexpr int kTile = 64;                       ///< rows and columns of a square tile; also the chunk length
-inline constexpr int kTileBytes = kTile * kTile * 2;   ///< of 64 rows
-inline constexpr int kBlock = 16;                      ///< tokens of a sub-block
+inline constexpr int kTile = 64;                      ///< rows and columns of a square tile; also the chunk length
+inline constexpr int kTileBytes = kTile * kTile * 2;  ///< of 64 rows
+inline constexpr int kBlock = 16;                     ///< tokens of a sub-block
 
 /// Byte offset of element (row, column), column < 64.
 __device__ __forceinline__ std::uint32_t tile_offset(int row, int column) {
@@ -24,8 +24,8 @@ __device__ __forceinline__ int fresh(int x) {
   return x;
 }
 
-// Fragments. Rows and columns of an operand are multiples of 16 here, so that they enter a lane's address by one sum and
-// one exclusive or: a lane keeps one address for each kind of fragment, not one for each fragment.
+// Fragments. Rows and columns of an operand are multiples of 16 here, so that they enter a lane's address by one sum
+// and one exclusive or: a lane keeps one address for each kind of fragment, not one for each fragment.
 __device__ __forceinline__ std::uint32_t fragment_address(std::uint32_t tile, int row, int column, int lane_row,
                                                           int lane_piece) {
   return ((tile + tile_offset(lane_row, 8 * lane_piece)) ^ static_cast<std::uint32_t>(column << 1)) +
@@ -64,8 +64,12 @@ struct Accumulator {
   }
 };
 
-__device__ __forceinline__ int lane_row() { return (threadIdx.x & 31) >> 2; }
-__device__ __forceinline__ int lane_column() { return (threadIdx.x & 3) * 2; }
+__device__ __forceinline__ int lane_row() {
+  return (threadIdx.x & 31) >> 2;
+}
+__device__ __forceinline__ int lane_column() {
+  return (threadIdx.x & 3) * 2;
+}
 
 /// acc[n], acc[n + 1] += a b, for the two B fragments of one load.
 template <class T, int kN>
@@ -115,8 +119,8 @@ __device__ __forceinline__ void to_fragment(const Accumulator<kN>& acc, int j, s
 }
 
 /// Copies a [64, 64] tile from global rows `stride` elements apart, by kThreads threads of the block from a multiple of
-/// kThreads on: each has one 16-byte piece of every kThreads / 8-th row. Rows from valid_rows and columns from valid_columns (a multiple of 8)
-/// on become zero and are not read.
+/// kThreads on: each has one 16-byte piece of every kThreads / 8-th row. Rows from valid_rows and columns from
+/// valid_columns (a multiple of 8) on become zero and are not read.
 template <int kThreads, class T>
 __device__ __forceinline__ void copy_tile(std::uint32_t tile, const T* from, std::int64_t stride, int valid_rows,
                                           int valid_columns) {
@@ -140,9 +144,9 @@ __device__ __forceinline__ float scalar_from_bits(std::uint32_t bits, DType type
   }
 }
 __device__ __forceinline__ float load_scalar(const void* data, std::int64_t at, DType type) {
-  return scalar_from_bits(type == DType::kF32 ? static_cast<const std::uint32_t*>(data)[at]
-                                              : static_cast<const std::uint16_t*>(data)[at],
-                          type);
+  return scalar_from_bits(
+      type == DType::kF32 ? static_cast<const std::uint32_t*>(data)[at] : static_cast<const std::uint16_t*>(data)[at],
+      type);
 }
 __device__ __forceinline__ void store_scalar(void* data, std::int64_t at, DType type, float value) {
   switch (type) {

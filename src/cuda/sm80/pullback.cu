@@ -1,13 +1,14 @@
-// The local pullback (docs/kernels/pullback.md): every input gradient of one chunk, from dO and what the scans left, with
-// one shared sensitivity P (docs/math.md, section 3):
+// The local pullback (docs/kernels/pullback.md): every input gradient of one chunk, from dO and what the scans left,
+// with one shared sensitivity P (docs/math.md, section 3):
 //
 //   Hq = tril(dO R^T)     D  = -tril(P R^T, -1)     dF = R dS+^T
 //   dQg = dO S^T + Hq Y   dE = -P S^T + D Y         dY = D^T E + Hq^T Qg + dF * lambda
 //
-// A block of 256 threads takes one chunk, query head and 64 features, and in turn every value head of the group: nothing
-// but gradients leaves it, and sums over its features by token, which pullback_sums adds up. Hq and D are formed anew for
-// each 64 features: an eighth of the products. Eight warps, 16 token rows and 32 columns each. About 80 KB of shared
-// memory and 128 registers a thread let two blocks share a multiprocessor: one loads while the other multiplies.
+// A block of 256 threads takes one chunk, query head and 64 features, and in turn every value head of the group:
+// nothing but gradients leaves it, and sums over its features by token, which pullback_sums adds up. Hq and D are
+// formed anew for each 64 features: an eighth of the products. Eight warps, 16 token rows and 32 columns each. About 80
+// KB of shared memory and 128 registers a thread let two blocks share a multiprocessor: one loads while the other
+// multiplies.
 #include <type_traits>
 
 #include "cuda/check.h"
@@ -143,7 +144,8 @@ __global__ void __launch_bounds__(kThreads) pullback_sums(const __grid_constant_
 
 template <class C>
 int shared_bytes(bool grouped) {
-  return static_cast<int>(sizeof(SharedStorage<C>)) + (grouped ? 2 * kTile * kTile * static_cast<int>(sizeof(float)) : 0);
+  return static_cast<int>(sizeof(SharedStorage<C>)) +
+         (grouped ? 2 * kTile * kTile * static_cast<int>(sizeof(float)) : 0);
 }
 
 template <class C, bool kGrouped>

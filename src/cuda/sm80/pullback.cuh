@@ -44,7 +44,9 @@ struct RowHalves {
 /// FP32 [64 tokens, 64 features], pairs of columns placed so that the accumulators' rows do not meet in a bank.
 struct Exchange {
   float values[kTile * kTile];
-  __device__ __forceinline__ float& at(int row, int column) { return values[row * kTile + (column ^ ((row & 3) << 3))]; }
+  __device__ __forceinline__ float& at(int row, int column) {
+    return values[row * kTile + (column ^ ((row & 3) << 3))];
+  }
   __device__ __forceinline__ float2& pair(int row, int column) {
     return *reinterpret_cast<float2*>(&values[row * kTile + (column ^ ((row & 3) << 3))]);
   }
@@ -93,8 +95,8 @@ struct SharedStorage {
   union {
     struct {
       union {
-        ValueTiles value;      ///< steps 1 to 3
-        MatrixTiles matrix;    ///< steps 4 and 5
+        ValueTiles value;    ///< steps 1 to 3
+        MatrixTiles matrix;  ///< steps 4 and 5
       };
       TileStorage operand[3];  ///< queries, keys, erase vectors   [64 tokens, 64 features]
     };
@@ -103,18 +105,18 @@ struct SharedStorage {
   std::conditional_t<C::kVector, VectorGateStorage, ScalarGateStorage> gate;
   float beta[kTile];
   float hq_diagonal[kTile];
-  float state_sum[8][kTile];    ///< sum over value columns of S * dS+, eighth by eighth
-  float decay[kTile];           ///< lambda by feature; scalar gates: element 0
+  float state_sum[8][kTile];  ///< sum over value columns of S * dS+, eighth by eighth
+  float decay[kTile];         ///< lambda by feature; scalar gates: element 0
   RowHalves rows;
   // Behind, for grouped heads: the sums of dq and dk, FP32 [2][64][64].
 };
 
 /// Accumulators of one head and feature tile. A warp has 16 token rows and 32 columns of each.
 struct Sums {
-  Accumulator<4> query;   ///< dO S^T
-  Accumulator<4> erase;   ///< P S^T
-  Accumulator<4> write;   ///< R dS+^T
-  Accumulator<4> hq, d;   ///< dO R^T, P R^T: columns are tokens
+  Accumulator<4> query;  ///< dO S^T
+  Accumulator<4> erase;  ///< P S^T
+  Accumulator<4> write;  ///< R dS+^T
+  Accumulator<4> hq, d;  ///< dO R^T, P R^T: columns are tokens
 };
 
 struct Place {
@@ -221,7 +223,8 @@ __device__ __forceinline__ void pull_back_values(const Params& p, const Job& job
       if (threadIdx.x % 4 == 0) rows.strength[at.column / 32][at.row + lane_row() + 8 * e] = sums[e];
     }
     __syncthreads();
-    if (threadIdx.x < kTile) row_sums->strength[threadIdx.x] = rows.strength[0][threadIdx.x] + rows.strength[1][threadIdx.x];
+    if (threadIdx.x < kTile)
+      row_sums->strength[threadIdx.x] = rows.strength[0][threadIdx.x] + rows.strength[1][threadIdx.x];
   }
 }
 
@@ -279,7 +282,8 @@ __device__ __forceinline__ void multiply_values(const Params& p, const Job& job,
 
 /// Stores a pair of columns of a matrix as high and low halves.
 template <class T>
-__device__ __forceinline__ void store_halves(TileStorage& high, TileStorage& low, int row, int column, float x, float y) {
+__device__ __forceinline__ void store_halves(TileStorage& high, TileStorage& low, int row, int column, float x,
+                                             float y) {
   const std::uint32_t upper = pack<T>(x, y);
   const float2 stored = unpack<T>(upper);
   const std::uint32_t offset = tile_offset(row, column);

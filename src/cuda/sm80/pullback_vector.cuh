@@ -34,8 +34,8 @@ template <class C, class Shared>
 struct Column {
   using T = typename C::T;
   const Shared& shared;
-  int first;  ///< row
-  int f;      ///< feature of the tile
+  int first;                                                 ///< row
+  int f;                                                     ///< feature of the tile
   std::uint32_t strength[C::kIndependent ? kBlock / 2 : 1];  ///< b of two rows each
 
   __device__ __forceinline__ Column(const Params& p, const Job& job, int head, int feature, const Shared& s)
@@ -54,9 +54,15 @@ struct Column {
       }
     }
   }
-  __device__ __forceinline__ float decay(int i) const { return shared.gate.decay[first + i][f]; }
-  __device__ __forceinline__ float q(int i) const { return element(shared.gate.q, i); }
-  __device__ __forceinline__ float k(int i) const { return element(shared.gate.k, i); }
+  __device__ __forceinline__ float decay(int i) const {
+    return shared.gate.decay[first + i][f];
+  }
+  __device__ __forceinline__ float q(int i) const {
+    return element(shared.gate.q, i);
+  }
+  __device__ __forceinline__ float k(int i) const {
+    return element(shared.gate.k, i);
+  }
   /// b_i of the erase vector b_i * k_i.
   __device__ __forceinline__ float erase_strength(int i) const {
     if constexpr (C::kIndependent) {
@@ -123,7 +129,8 @@ __device__ __forceinline__ void store_matrices_vector(const Params& p, const Sum
         if (j + e == i) shared.hq_diagonal[i] = p.scale * sums.hq.c[n][2 * half + e];
         hq[e] = j + e < i ? p.scale * sums.hq.c[n][2 * half + e] : 0.0f;
         d[e] = j + e < i ? -sums.d.c[n][2 * half + e] : 0.0f;
-        if (i / kBlock == (j + e) / kBlock) shared.gate.diagonal[i / kBlock][i % kBlock][(j + e) % kBlock] = {hq[e], d[e]};
+        if (i / kBlock == (j + e) / kBlock)
+          shared.gate.diagonal[i / kBlock][i % kBlock][(j + e) % kBlock] = {hq[e], d[e]};
       }
       store_halves<T>(shared.matrix.hq_high, shared.matrix.hq_low, i, j, hq[0], hq[1]);
       store_halves<T>(shared.matrix.d_high, shared.matrix.d_low, i, j, d[0], d[1]);
@@ -136,7 +143,8 @@ template <class Shared>
 __device__ __forceinline__ void decay_columns(Accumulator<4>& acc, const Shared& shared, int block, int first_column) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float2 x = *reinterpret_cast<const float2*>(&shared.gate.block_decay[block][first_column + 8 * n + lane_column()]);
+    const float2 x =
+        *reinterpret_cast<const float2*>(&shared.gate.block_decay[block][first_column + 8 * n + lane_column()]);
     acc.c[n][0] *= x.x;
     acc.c[n][1] *= x.y;
     acc.c[n][2] *= x.x;
@@ -258,8 +266,8 @@ __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, i
       float& erase_sum = shared.exchange[1].at(first + i, f);
       const float q = column.q(i), e = column.erase_strength(i) * k[i];
       const float dq = receive * query_sum + query + shared.hq_diagonal[first + i] * k[i];
-      const float d_gate = rounded<T>(receive * q) * query_sum + q * query +
-                           (rounded<T>(receive * e) * erase_sum + e * erase);
+      const float d_gate =
+          rounded<T>(receive * q) * query_sum + q * query + (rounded<T>(receive * e) * erase_sum + e * erase);
       erase_sum = receive * erase_sum + erase;
       query_sum = d_gate;
       const float sum = group.add(0, first + i, f, dq);
@@ -295,8 +303,8 @@ __device__ __forceinline__ void finish_vector(const Params& p, const Job& job, i
       const float d_erase = shared.exchange[1].at(first + j, f);
       const float d_key = shared.exchange[2].at(first + j, f);
       float& d_write = shared.exchange[3].at(first + j, f);
-      const float dk = column.erase_strength(j) * d_erase + send * (d_key + d_write) + key +
-                       shared.hq_diagonal[first + j] * q[j];
+      const float dk =
+          column.erase_strength(j) * d_erase + send * (d_key + d_write) + key + shared.hq_diagonal[first + j] * q[j];
       after += shared.exchange[0].at(first + j, f) - (rounded<T>(send * k) * d_key + k * key);
       shared.exchange[0].at(first + j, f) = after;
       d_write *= send * k;

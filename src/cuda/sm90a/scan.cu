@@ -1,22 +1,22 @@
-// The scans over chunks with warpgroup products (docs/kernels/scan.md). The algorithm is that of sm80/scan.cu: everything
-// transposed, value columns as rows, the accumulators of one product being the left operand of the next.
+// The scans over chunks with warpgroup products (docs/kernels/scan.md). The algorithm is that of sm80/scan.cu:
+// everything transposed, value columns as rows, the accumulators of one product being the left operand of the next.
 //
-// Here one warpgroup holds 64 value columns and all features: 64 rows are what wgmma multiplies at once, with each operand
-// read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and shared memory
-// was what the step waited for (measured: 3.5 us a step of the backward, against about 1 here).
+// Here one warpgroup holds 64 value columns and all features: 64 rows are what wgmma multiplies at once, with each
+// operand read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and
+// shared memory was what the step waited for (measured: 3.5 us a step of the backward, against about 1 here).
 //
-// Two producer warps. One has whole chunks brought as tiles by the copy engine (TMA), one instruction each, which report
-// to the stage's barrier; the chunk that ends a sequence it copies row by row, zeros behind its last token. The other makes
-// the scalars: with both in one, the consumers waited a third of the time (measured).
+// Two producer warps. One has whole chunks brought as tiles by the copy engine (TMA), one instruction each, which
+// report to the stage's barrier; the chunk that ends a sequence it copies row by row, zeros behind its last token. The
+// other makes the scalars: with both in one, the consumers waited a third of the time (measured).
 //
 // A step waits for three products, each needing the last: E S, R = A X, F^T R (backwards F dS, P = A^T dR, E^T P). What
 // does not need the last one runs beside it: Qg S, Cq^T dO, Qg^T dO, the decay of the state.
 #include "cuda/sm90a/scan.h"
 
 #include "cuda/check.h"
+#include "cuda/device/hopper.cuh"
 #include "cuda/device/scan.cuh"
 #include "cuda/device/state.cuh"
-#include "cuda/device/hopper.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sm90a/tensor_map.h"
 
@@ -26,8 +26,8 @@ namespace {
 using namespace scans;
 
 constexpr int kProducers90 = 64;  ///< threads: a warp for the operands, a warp for the scalars
-constexpr int kConsumers = 128;  ///< threads, one warpgroup
-constexpr int kWidth = 64;       ///< value columns a block
+constexpr int kConsumers = 128;   ///< threads, one warpgroup
+constexpr int kWidth = 64;        ///< value columns a block
 constexpr int kMostKeys = 128;
 
 /// What the copy engine needs to know of every operand. `values` are v, or dO where the scan runs backwards.
@@ -80,7 +80,8 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
   if (job.query) features(C::kQuery, maps.query, head);
   if constexpr (C::kVector) {
     features(job.reverse ? C::kErase : C::kWrite, job.reverse ? maps.erase : maps.write, head);
-    hopper::copy_bytes(ptx::shared_address(stage.decay), p.decay + index * p.K, p.K * static_cast<int>(sizeof(float)), full);
+    hopper::copy_bytes(ptx::shared_address(stage.decay), p.decay + index * p.K, p.K * static_cast<int>(sizeof(float)),
+                       full);
   }
 }
 
@@ -196,9 +197,9 @@ struct Consumer {
   const Params& p;
   const Job& job;
   unsigned char* buffer;
-  int column;                        ///< first value column of the warp
-  int column_in_tile;                ///< the same in the stage's value tile
-  Accumulator<C::kKeys / 8> state;   ///< S^T or dS^T   [16 value columns, K]
+  int column;                           ///< first value column of the warp
+  int column_in_tile;                   ///< the same in the stage's value tile
+  Accumulator<C::kKeys / 8> state;      ///< S^T or dS^T   [16 value columns, K]
   std::uint32_t rounded[kKeySteps][4];  ///< the state before the step, as fragments
 
   // Tiles of a stage by number.
@@ -410,7 +411,6 @@ struct Consumer {
 template <class C, bool kOutput>
 __global__ void __launch_bounds__(kProducers90 + kConsumers, 1)
     scan(const __grid_constant__ Params p, const __grid_constant__ Maps maps, const int stages, const bool both) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   const Job job = find_job<kOutput>(p, kWidth, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
@@ -437,9 +437,6 @@ __global__ void __launch_bounds__(kProducers90 + kConsumers, 1)
     Consumer<C> consumer{p, job, buffers[warp].rows, job.column + 16 * warp, 16 * warp, {}, {}};
     consumer.template run<kOutput>(ring);
   }
-#else
-  __trap();  // launched on compute capability 9.0 only
-#endif
 }
 
 /// False where the copy engine cannot read an operand.
