@@ -206,7 +206,13 @@ class Views {
     at.HV = static_cast<std::int32_t>(p_.HV);
     at.K = static_cast<std::int32_t>(p_.K);
     at.V = static_cast<std::int32_t>(p_.V);
-    at.scale = static_cast<float>(p_.query_scale());
+    at.scale = at.scale_power = static_cast<float>(p_.query_scale());
+    at.scale_rest = 1.0f;
+    if (at.scale != 0.0f) {
+      int exponent = 0;
+      at.scale_rest = 2.0f * std::frexp(std::fabs(at.scale), &exponent);  // in [1, 2)
+      at.scale_power = at.scale / at.scale_rest;
+    }
     at.strength_dtype = p_.strength_dtype;
     if (p_.segments) {
       at.cu_seqlens = in.cu_seqlens.data;

@@ -44,6 +44,9 @@ struct Params {
   std::int32_t H, HV;
   std::int32_t K, V;
   float scale;           ///< of the queries
+  /// scale = scale_power * scale_rest: a power of two, which rounds nothing, and a factor from 1 to 2. For scalar gates
+  /// the state's gradient is kept divided by scale_rest (dstate_t too), so that dO enters it exact where nothing decays.
+  float scale_power, scale_rest;
   DType strength_dtype;  ///< of beta (b and w have the type of q)
 
   // Packed sequences; cu_seqlens null otherwise.

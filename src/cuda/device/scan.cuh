@@ -141,7 +141,8 @@ __device__ __forceinline__ RawScalars load_scalars(const Params& p, const Job& j
 
 /// Step 3: the scalars of a chunk, by one warp, two tokens a lane.
 template <class C>
-__device__ __forceinline__ void store_scalars(const Params& p, const RawScalars& raw, Stage<C>& stage) {
+__device__ __forceinline__ void store_scalars(const Params& p, const Job& job, const RawScalars& raw,
+                                              Stage<C>& stage) {
   const int first = 2 * static_cast<int>(threadIdx.x & 31);
   float beta[2];
 #pragma unroll
@@ -155,9 +156,10 @@ __device__ __forceinline__ void store_scalars(const Params& p, const RawScalars&
     const ScalarDecays d = scalar_decays(decay);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      stage.erase_scale[first + e] = d.from_start[e] * beta[e];
-      stage.query_scale[first + e] = d.from_start[e] * p.scale;
-      stage.write_scale[first + e] = d.to_end[e];
+      // Backwards the state is divided by scale_rest (params.h).
+      stage.erase_scale[first + e] = d.from_start[e] * (job.reverse ? beta[e] / p.scale_rest : beta[e]);
+      stage.query_scale[first + e] = d.from_start[e] * (job.reverse ? p.scale_power : p.scale);
+      stage.write_scale[first + e] = d.to_end[e] * (job.reverse ? p.scale_rest : 1.0f);
     }
     if (first == 0) stage.decay[0] = d.total;
   }
@@ -242,7 +244,7 @@ __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C
     if (step >= job.stages) ptx::barrier_sync(kEmpty + s, job.threads);
     copies.start(job.slot(step), at, stage);
     if (threadIdx.x == 32) stage.chunk = at;
-    if (has_scalars) store_scalars<C>(p, raw, stage);
+    if (has_scalars) store_scalars<C>(p, job, raw, stage);
     if (step + 1 < job.chunks) {
       at = job.chunk(p, step + 1);
       if (has_scalars) raw = load_scalars<C>(p, job, at);
@@ -267,6 +269,22 @@ __device__ __forceinline__ void scale_columns(Accumulator<kN>& acc, const float*
     acc.c[n][1] *= x.y;
     acc.c[n][2] *= x.x;
     acc.c[n][3] *= x.y;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ bool has_low_half(const Params& p) {
+  return C::kVector || p.g.data != nullptr;
+}
+
+/// Scalar gates: the state's gradient as it is kept (params.h) from what it is, and back, by `factor`.
+template <class C, int kN>
+__device__ __forceinline__ void rescale_gradient(const Job& job, float factor, Accumulator<kN>& state) {
+  if (C::kVector || !job.reverse) return;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) state.c[n][e] *= factor;
   }
 }
 
@@ -328,8 +346,9 @@ __device__ __forceinline__ void load_output_gradient(const Stage<C>& stage, int 
   for (int i = 0; i < 4; ++i) load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * i, column, d_o[i]);
 }
 
-/// dO^T times the scale of the queries, and for scalar gates gamma of its tokens, as the sum of two fragments: the
-/// state's gradient at the start of a sequence is a sum of few such terms, where a rounding would not average out.
+/// dO^T times the scale of the queries - for scalar gates its power of two, and gamma of the tokens -, as the sum of two
+/// fragments: the state's gradient at the start of a sequence is a sum of few such terms, where a rounding would not
+/// average out. Without a gate the second is zero, and its product left out.
 template <class C>
 __device__ __forceinline__ void scale_output_gradient(const Params& p, const Stage<C>& stage,
                                                       std::uint32_t (&d_o)[4][4], std::uint32_t (&low)[4][4]) {

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : kResidentBlocks) pull
         if (which == 2) sums_to->write[i] = shared.rows.write[0][i] + shared.rows.write[1][i];
         if (which == 3 && i < 32) {
           const float sum = state_sum(shared);
-          if (i == 0) sums_to->state = shared.decay[0] * sum;
+          if (i == 0) sums_to->state = shared.decay[0] * (p.scale_rest * sum);
         }
       }
     }

@@ -18,7 +18,7 @@ __device__ __forceinline__ void prepare_scalar(const Params& p, const Job& job, 
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       gate.from_start[first + e] = d.from_start[e];
-      gate.to_end[first + e] = d.to_end[e];
+      gate.to_end[first + e] = d.to_end[e] * p.scale_rest;  // dS+ is kept divided by it
       shared.beta[first + e] = shared_strength(p, job.at, head, first + e);
     }
     if (thread == 0) shared.decay[0] = d.total;

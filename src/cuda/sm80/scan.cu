@@ -230,7 +230,7 @@ struct Consumer {
     }
     decay_state(stage);
     add_to_state(stage, C::kQuery, d_o);
-    add_to_state(stage, C::kQuery, d_o_low);
+    if (has_low_half<C>(p)) add_to_state(stage, C::kQuery, d_o_low);
     add_to_state(stage, C::kErase, x);
   }
 
@@ -238,6 +238,7 @@ struct Consumer {
   __device__ __forceinline__ void run(const Stage<C>* stages) {
     const int first = part * kTile;
     load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, first, column, p.K, p.V, state);
+    rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
     int s = 0;
     for (int step = 0; step < job.chunks; ++step) {
       ptx::barrier_sync(kFull + s, job.threads);
@@ -252,6 +253,7 @@ struct Consumer {
       s = s + 1 == job.stages ? 0 : s + 1;
     }
     if (kOutput || job.reverse) {
+      rescale_gradient<C>(job, p.scale_rest, state);
       store_state_fp32(kOutput ? p.final_state : p.d_initial_state, job.sequence, job.head, first, column, p.K, p.V,
                        state);
     }

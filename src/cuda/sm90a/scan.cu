@@ -124,7 +124,7 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
       if (step + 1 < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + 1));
     }
     if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducers90 + kConsumers);
-    if constexpr (kScalars) store_scalars<C>(p, raw, stage);
+    if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
     __syncwarp();
     if (threadIdx.x % 32 == 0) hopper::arrive(stage.landed);
     raw = next;
@@ -367,7 +367,7 @@ struct Consumer {
     scale_output_gradient(p, stage, d_o, d_o_low);
     wgmma::begin();
     add_to_state<false>(base, C::kQuery, d_o);  // step 12
-    add_to_state<false>(base, C::kQuery, d_o_low);
+    if (has_low_half<C>(p)) add_to_state<false>(base, C::kQuery, d_o_low);
     wgmma::commit();
     wgmma::wait<1>();
     wgmma::hold(acc);
@@ -386,6 +386,7 @@ struct Consumer {
   template <bool kOutput>
   __device__ __forceinline__ void run(Stage<C>* stages) {
     load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
+    rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
     int s = 0, parity = 0;
     for (int step = 0; step < job.chunks; ++step) {
       hopper::wait(stages[s].landed, parity);
@@ -403,6 +404,7 @@ struct Consumer {
       }
     }
     if (kOutput || job.reverse) {
+      rescale_gradient<C>(job, p.scale_rest, state);
       store_state_fp32(kOutput ? p.final_state : p.d_initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
     }
   }
