@@ -43,9 +43,10 @@ struct Params {
   std::int64_t chunks;     ///< chunk slots; unpacked: B * ceil(T / 64), slot = batch * ceil(T / 64) + chunk
   std::int32_t H, HV;
   std::int32_t K, V;
-  float scale;           ///< of the queries
+  float scale;  ///< of the queries
   /// scale = scale_power * scale_rest: a power of two, which rounds nothing, and a factor from 1 to 2. For scalar gates
-  /// the state's gradient is kept divided by scale_rest (dstate_t too), so that dO enters it exact where nothing decays.
+  /// the state's gradient is kept divided by scale_rest (dstate_t too), so that dO enters it exact where nothing
+  /// decays.
   float scale_power, scale_rest;
   DType strength_dtype;  ///< of beta (b and w have the type of q)
 

@@ -141,8 +141,7 @@ __device__ __forceinline__ RawScalars load_scalars(const Params& p, const Job& j
 
 /// Step 3: the scalars of a chunk, by one warp, two tokens a lane.
 template <class C>
-__device__ __forceinline__ void store_scalars(const Params& p, const Job& job, const RawScalars& raw,
-                                              Stage<C>& stage) {
+__device__ __forceinline__ void store_scalars(const Params& p, const Job& job, const RawScalars& raw, Stage<C>& stage) {
   const int first = 2 * static_cast<int>(threadIdx.x & 31);
   float beta[2];
 #pragma unroll
@@ -280,7 +279,7 @@ __device__ __forceinline__ bool has_low_half(const Params& p) {
 /// Scalar gates: the state's gradient as it is kept (params.h) from what it is, and back, by `factor`.
 template <class C, int kN>
 __device__ __forceinline__ void rescale_gradient(const Job& job, float factor, Accumulator<kN>& state) {
-  if (C::kVector || !job.reverse) return;
+  if (C::kVector || !job.reverse || job.chunks == 0) return;  // without chunks it passes through in bits
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -346,9 +345,9 @@ __device__ __forceinline__ void load_output_gradient(const Stage<C>& stage, int 
   for (int i = 0; i < 4; ++i) load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * i, column, d_o[i]);
 }
 
-/// dO^T times the scale of the queries - for scalar gates its power of two, and gamma of the tokens -, as the sum of two
-/// fragments: the state's gradient at the start of a sequence is a sum of few such terms, where a rounding would not
-/// average out. Without a gate the second is zero, and its product left out.
+/// dO^T times the scale of the queries - for scalar gates its power of two, and gamma of the tokens -, as the sum of
+/// two fragments: the state's gradient at the start of a sequence is a sum of few such terms, where a rounding would
+/// not average out. Without a gate the second is zero, and its product left out.
 template <class C>
 __device__ __forceinline__ void scale_output_gradient(const Params& p, const Stage<C>& stage,
                                                       std::uint32_t (&d_o)[4][4], std::uint32_t (&low)[4][4]) {

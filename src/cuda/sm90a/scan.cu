@@ -367,7 +367,10 @@ struct Consumer {
     scale_output_gradient(p, stage, d_o, d_o_low);
     wgmma::begin();
     add_to_state<false>(base, C::kQuery, d_o);  // step 12
-    if (has_low_half<C>(p)) add_to_state<false>(base, C::kQuery, d_o_low);
+    if (has_low_half<C>(p)) {
+      wgmma::begin();
+      add_to_state<false>(base, C::kQuery, d_o_low);
+    }
     wgmma::commit();
     wgmma::wait<1>();
     wgmma::hold(acc);
