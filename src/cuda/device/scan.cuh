@@ -279,11 +279,13 @@ __device__ __forceinline__ bool has_low_half(const Params& p) {
 /// Scalar gates: the state's gradient as it is kept (params.h) from what it is, and back, by `factor`.
 template <class C, int kN>
 __device__ __forceinline__ void rescale_gradient(const Job& job, float factor, Accumulator<kN>& state) {
-  if (C::kVector || !job.reverse || job.chunks == 0) return;  // without chunks it passes through in bits
+  if constexpr (!C::kVector) {
+    if (!job.reverse || job.chunks == 0) return;  // without chunks it passes through in bits
 #pragma unroll
-  for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) state.c[n][e] *= factor;
+      for (int e = 0; e < 4; ++e) state.c[n][e] *= factor;
+    }
   }
 }
 
