@@ -1,6 +1,6 @@
 // The launches of the CUDA backend. Each takes the call's Params and the stream; each checks its launch and throws
 // rewy::Error where it fails. A kernel exists for every gate that is a trait of an operator: an absent gate runs as a
-// scalar one of zeros (measured: no difference), so that DeltaNet has no instances of its own.
+// scalar one of zeros, so that DeltaNet has no instances of its own.
 #pragma once
 
 #include <cuda_runtime_api.h>

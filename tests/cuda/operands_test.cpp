@@ -12,36 +12,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/check.h"
 #include "cuda/kernels.h"
 #include "cuda/workspace.h"
+#include "on_device.h"
 
 namespace rewy::cuda {
 namespace {
-
-/// Elements on the device, copied there and back.
-template <class T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& values) : size_(values.size()) {
-    check(cudaMalloc(&data_, std::max<std::size_t>(1, size_) * sizeof(T)), "cudaMalloc");
-    check(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  ~OnDevice() { cudaFree(data_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
-  T* data() const { return static_cast<T*>(data_); }
-  std::vector<T> values() const {
-    std::vector<T> back(size_);
-    check(cudaMemcpy(back.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return back;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t size_;
-};
 
 template <class T>
 T stored(double x) {
@@ -134,7 +110,7 @@ void check_operands(const Trial<T>& trial) {
             const double strength = op == Operator::kGdn2 ? of(b, HV, K, t, head, f) : of(beta, HV, 1, t, head, 0);
             const std::int64_t row = (batch * tokens + t) * HV + head;
             const auto at = static_cast<std::size_t>(row * K + f), in_row = static_cast<std::size_t>(row * 2 * K + f);
-            expect_near(static_cast<float>(found_query[at]), gamma * (kScale * of(q, H, K, t, head / (HV / H), f)));
+            expect_near(static_cast<float>(found_query[at]), gamma * of(q, H, K, t, head / (HV / H), f));
             expect_near(static_cast<float>(in_dg ? found_dg[in_row] : found_erase[at]), gamma * (strength * key));
             expect_near(static_cast<float>(in_dg ? found_dg[in_row + static_cast<std::size_t>(K)] : found_write[at]),
                         after * key);

@@ -219,17 +219,16 @@ struct Copies {
 };
 
 /// This thread's copies but the last kPending groups have landed; the barrier's arrival publishes them.
-template <int kPending, class Publish>
-__device__ __forceinline__ void announce(int barrier, int threads, Publish&& publish) {
+template <int kPending>
+__device__ __forceinline__ void announce(int barrier, int threads) {
   ptx::copy_wait<kPending>();
-  publish();
   ptx::barrier_arrive(barrier, threads);
 }
 
-/// Steps 1 to 4. `publish` makes copies visible to whatever reads them besides ordinary loads. A stage is announced one
+/// Steps 1 to 4. A stage is announced one
 /// step late where there are stages enough, so that two are under way.
-template <class C, class Publish>
-__device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages, Publish&& publish) {
+template <class C>
+__device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages) {
   if (job.chunks == 0) return;
   const bool late = job.stages > 2;
   const Copies<C, kProducers> copies{p, job};
@@ -249,13 +248,13 @@ __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C
       if (has_scalars) raw = load_scalars<C>(p, job, at);
     }
     if (!late) {
-      announce<0>(kFull + s, job.threads, publish);
+      announce<0>(kFull + s, job.threads);
     } else if (step > 0) {
-      announce<1>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads, publish);
+      announce<1>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads);
     }
     s = s + 1 == job.stages ? 0 : s + 1;
   }
-  if (late) announce<0>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads, publish);
+  if (late) announce<0>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads);
 }
 
 /// The accumulators' columns, tokens or features, times scale[column].

@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kProducers + 32 * kMostConsumers, 1)
   const Job job = find_job<kOutput>(p, 16 * slabs, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
   if (threadIdx.x < kProducers) {
-    produce<C>(p, job, ring, [] {});
+    produce<C>(p, job, ring);
   } else {
     auto* buffers = reinterpret_cast<WarpBuffers*>(ring + stages);
     const int warp = (static_cast<int>(threadIdx.x) - kProducers) / 32;

@@ -3,11 +3,11 @@
 //
 // Here one warpgroup holds 64 value columns and all features: 64 rows are what wgmma multiplies at once, with each
 // operand read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and
-// shared memory was what the step waited for (measured: 3.5 us a step of the backward, against about 1 here).
+// shared memory is what the step waits for.
 //
 // Two producer warps. One has whole chunks brought as tiles by the copy engine (TMA), one instruction each, which
 // report to the stage's barrier; the chunk that ends a sequence it copies row by row, zeros behind its last token. The
-// other makes the scalars: with both in one, the consumers waited a third of the time (measured).
+// other makes the scalars: with both in one, the consumers wait for it.
 //
 // A step waits for three products, each needing the last: E S, R = A X, F^T R (backwards F dS, P = A^T dR, E^T P). What
 // does not need the last one runs beside it: Qg S, Cq^T dO, Qg^T dO, the decay of the state.
@@ -25,9 +25,9 @@ namespace {
 
 using namespace scans;
 
-constexpr int kProducers90 = 64;  ///< threads: a warp for the operands, a warp for the scalars
-constexpr int kConsumers = 128;   ///< threads, one warpgroup
-constexpr int kWidth = 64;        ///< value columns a block
+constexpr int kProducerThreads = 64;  ///< threads: a warp for the operands, a warp for the scalars
+constexpr int kConsumers = 128;       ///< threads, one warpgroup
+constexpr int kWidth = 64;            ///< value columns a block
 constexpr int kMostKeys = 128;
 
 /// What the copy engine needs to know of every operand. `values` are v, or dO where the scan runs backwards.
@@ -94,7 +94,7 @@ __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps,
   for (int step = 0; step < job.chunks; ++step) {
     Stage<C>& stage = stages[s];
     const ChunkAt at = job.chunk(p, step);
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducers90 + kConsumers);
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducerThreads + kConsumers);
     if (at.tokens == kTile) {
       if (leads) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
     } else {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
     if constexpr (kScalars) {
       if (step + 1 < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + 1));
     }
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducers90 + kConsumers);
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducerThreads + kConsumers);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
     __syncwarp();
     if (threadIdx.x % 32 == 0) hopper::arrive(stage.landed);
@@ -400,7 +400,7 @@ struct Consumer {
       } else {
         step_forward<false>(step, stages[s]);
       }
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, kProducers90 + kConsumers);
+      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, kProducerThreads + kConsumers);
       if (++s == job.stages) {
         s = 0;
         parity ^= 1;
@@ -414,7 +414,7 @@ struct Consumer {
 };
 
 template <class C, bool kOutput>
-__global__ void __launch_bounds__(kProducers90 + kConsumers, 1)
+__global__ void __launch_bounds__(kProducerThreads + kConsumers, 1)
     scan(const __grid_constant__ Params p, const __grid_constant__ Maps maps, const int stages, const bool both) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Job job = find_job<kOutput>(p, kWidth, stages, both);
@@ -426,7 +426,7 @@ __global__ void __launch_bounds__(kProducers90 + kConsumers, 1)
   }
   if constexpr (C::kVector) {
     // Features past K decay to 0: their states are zero, and stay numbers.
-    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kProducers90 + kConsumers) {
+    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kProducerThreads + kConsumers) {
       for (int s = 0; s < stages; ++s) ring[s].decay[i] = 0.0f;
     }
   }
@@ -471,7 +471,7 @@ bool launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t
   const int bytes = shared_bytes<C>(stages);
   const auto kernel = scan<C, kOutput>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
-  kernel<<<static_cast<unsigned>(blocks), kProducers90 + kConsumers, bytes, stream>>>(p, maps, stages, both);
+  kernel<<<static_cast<unsigned>(blocks), kProducerThreads + kConsumers, bytes, stream>>>(p, maps, stages, both);
   check_launch("scan");
   return true;
 }
