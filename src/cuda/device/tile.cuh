@@ -128,7 +128,7 @@ __device__ __forceinline__ void copy_tile(std::uint32_t tile, const T* from, std
   const int thread = static_cast<int>(threadIdx.x) % kThreads, row = thread / 8, column = thread % 8 * 8;
   const int left = column < valid_columns ? valid_rows - row : 0;
   from += row * stride + column;
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < kTile; i += kStep) {
     ptx::copy_async_16(tile + tile_offset(row + i, column), from, i < left);
     from += kStep * stride;

@@ -15,6 +15,12 @@ __device__ __forceinline__ void publish_shared() {
 __device__ __forceinline__ void begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
+/// The same for a left operand just made: its registers are written before the fence.
+__device__ __forceinline__ void begin(std::uint32_t (&a)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(a[e])::"memory");
+  begin();
+}
 /// Closes a group of products [wgmma.commit_group].
 __device__ __forceinline__ void commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -32,6 +38,16 @@ __device__ __forceinline__ void hold(Accumulator<kN>& acc) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(acc.c[n][e])::"memory");
   }
+}
+
+/// The warpgroup's threads have kRegisters each from here on, more or fewer than before [setmaxnreg].
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // Matrix descriptors. Fields in units of 16 bytes: start (bits 0 to 13), distance of 64-column tiles (bits 16 to 29),

@@ -146,7 +146,12 @@ struct Consumer {
     Accumulator<8> acc;
     multiply_state(stage, C::kErase, acc);  // step 5: (E S)^T
     std::uint32_t x[4][4];
-    subtract_from_values(stage, 16 * slab, acc, x);  // step 6
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {  // step 6
+      float2 z[4];
+      load_values(stage, 16 * slab, n, z);
+      subtract_from_values(stage, n, z, acc, x[n]);
+    }
     // Step 7: R = A X.
     acc.clear();
 #pragma unroll
@@ -221,16 +226,20 @@ struct Consumer {
       scale_columns(acc, stage.erase_scale);
       to_fragments<T>(acc, x);
     }
-    std::uint32_t d_o_low[4][4];
-    scale_output_gradient(p, stage, d_o, d_o_low);
+    std::uint32_t high[4][4], low[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      scale_output_gradient(p, stage, n, d_o[n], high[n]);
+      output_gradient_remainder(p, stage, n, d_o[n], high[n], low[n]);
+    }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] ^= 0x80008000u;  // -P
     }
     decay_state(stage);
-    add_to_state(stage, C::kQuery, d_o);
-    if (has_low_half<C>(p)) add_to_state(stage, C::kQuery, d_o_low);
+    add_to_state(stage, C::kQuery, high);
+    if (has_low_half<C>(p)) add_to_state(stage, C::kQuery, low);
     add_to_state(stage, C::kErase, x);
   }
 

@@ -25,9 +25,12 @@ namespace {
 
 using namespace scans;
 
-constexpr int kProducerThreads = 64;  ///< threads: a warp for the operands, a warp for the scalars
-constexpr int kConsumers = 128;       ///< threads, one warpgroup
-constexpr int kWidth = 64;            ///< value columns a block
+constexpr int kWarpgroup = 128;           ///< threads
+constexpr int kThreads = 3 * kWarpgroup;  ///< the chain, its follower, the producers
+constexpr int kProducerThreads = 64;      ///< threads: a warp for the operands, a warp for the scalars
+// Registers a thread: what a block of this size starts with is 168.
+constexpr int kChainRegisters = 240, kProducerRegisters = 72;
+constexpr int kWidth = 64;  ///< value columns a block
 constexpr int kMostKeys = 128;
 
 /// What the copy engine needs to know of every operand. `values` are v, or dO where the scan runs backwards.
@@ -37,16 +40,6 @@ struct Maps {
   CUtensorMap strength;             ///< w
   CUtensorMap a, cq;
 };
-
-/// Of one consumer warp: rows it stores in 16-byte pieces.
-struct WarpBuffer {
-  unsigned char rows[16 * kTile * 2];
-};
-
-template <class C>
-constexpr int shared_bytes(int stages) {
-  return static_cast<int>(stages * sizeof(Stage<C>) + kConsumers / 32 * sizeof(WarpBuffer));
-}
 
 /// Step 2 for a whole chunk, by one thread: announces the bytes and starts the copies.
 template <class C>
@@ -87,14 +80,15 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
 
 /// Steps 1, 2 and 4: the warp that has the operands brought.
 template <class C>
-__device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages) {
+__device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages,
+                                              int threads) {
   const Copies<C, 32> copies{p, job};
   const bool leads = threadIdx.x % 32 == 0;
   int s = 0;
   for (int step = 0; step < job.chunks; ++step) {
     Stage<C>& stage = stages[s];
     const ChunkAt at = job.chunk(p, step);
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducerThreads + kConsumers);
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, threads);
     if (at.tokens == kTile) {
       if (leads) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
     } else {
@@ -104,14 +98,14 @@ __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps,
     }
     if (leads) stage.chunk = at;
     __syncwarp();
-    if (leads) hopper::arrive(stage.landed);
+    hopper::arrive(stage.landed);
     s = s + 1 == job.stages ? 0 : s + 1;
   }
 }
 
 /// Steps 1, 3 and 4: the warp that makes the scalars. Operators without scalars have it only arrive.
 template <class C>
-__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages) {
+__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages, int threads) {
   if (job.chunks == 0) return;
   constexpr bool kScalars = !(C::kVector && C::kIndependent);
   RawScalars raw{};
@@ -123,10 +117,9 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
     if constexpr (kScalars) {
       if (step + 1 < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + 1));
     }
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, kProducerThreads + kConsumers);
+    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, threads);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) hopper::arrive(stage.landed);
+    hopper::arrive(stage.landed);
     raw = next;
     s = s + 1 == job.stages ? 0 : s + 1;
   }
@@ -186,9 +179,70 @@ __device__ __forceinline__ void store_output_rows(const Params& p, const Job& jo
   }
 }
 
-/// One warp of the warpgroup: 16 value columns through the sequence.
+/// What the chain's warp hands its partner of the second warpgroup: fragments as the lanes hold them.
 template <class C>
-struct Consumer {
+struct alignas(128) Handover {
+  unsigned char buffer[16 * kTile * 2];  ///< of the second warp: rows it stores in 16-byte pieces, placed as a tile's
+  uint4 state[2][C::kKeys / 16][32];     ///< the state before a step, rounded; two steps in turn
+  uint4 rows[4][32];                     ///< R, or P
+  hopper::Barrier state_full[2], state_empty[2], rows_full, rows_empty;
+
+  __device__ __forceinline__ void initialise() {
+    for (int i = 0; i < 2; ++i) {
+      hopper::initialise(state_full[i], 32);
+      hopper::initialise(state_empty[i], 32);
+    }
+    hopper::initialise(rows_full, 32);
+    hopper::initialise(rows_empty, 32);
+  }
+};
+
+/// Fragments given and taken: lane by lane, conflict-free.
+template <int kN>
+__device__ __forceinline__ void give(uint4 (&to)[kN][32], hopper::Barrier& full, const std::uint32_t (&x)[kN][4]) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) to[j][threadIdx.x & 31] = make_uint4(x[j][0], x[j][1], x[j][2], x[j][3]);
+  hopper::arrive(full);
+}
+template <int kN>
+__device__ __forceinline__ void take(const uint4 (&from)[kN][32], hopper::Barrier& full, hopper::Barrier& empty,
+                                     int parity, std::uint32_t (&x)[kN][4]) {
+  hopper::wait(full, parity);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+    const uint4 y = from[j][threadIdx.x & 31];
+    x[j][0] = y.x;
+    x[j][1] = y.y;
+    x[j][2] = y.z;
+    x[j][3] = y.w;
+  }
+  hopper::arrive(empty);
+}
+
+/// A and Cq among the tiles of a stage.
+template <class C>
+constexpr int kA = C::kOperandTiles;
+template <class C>
+constexpr int kCq = C::kOperandTiles + 1;
+
+// Products with tiles of the stage whose descriptors start at `base`; each accumulates if told so.
+
+/// acc += x tile^T, x [16, 64]: forwards through A and Cq.
+template <class T>
+__device__ __forceinline__ void multiply_rows(std::uint32_t base, int tile, const std::uint32_t (&x)[4][4],
+                                              Accumulator<8>& acc, bool accumulate) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    wgmma::multiply_async<T, false>(acc, x[j], wgmma::rows_of(base, tile, 16 * j), accumulate || j > 0);
+  }
+}
+
+/// One warp of the first warpgroup, on which all else waits: 16 value columns through the sequence, forwards or
+/// backwards. Each fragment is given to the tensor cores as soon as it is rounded, so that rounding runs beside the
+/// product it is for.
+/// kLow: backwards, whether dO's scaled form has a second half.
+template <class C, bool kReverse, bool kLow = false>
+struct Chain {
   using T = typename C::T;
   using Products = Accumulator<8>;  ///< [16 value columns, 64 tokens]
   static constexpr int kKeySteps = C::kKeys / 16;
@@ -196,48 +250,29 @@ struct Consumer {
 
   const Params& p;
   const Job& job;
-  unsigned char* buffer;
-  int column;                           ///< first value column of the warp
-  int column_in_tile;                   ///< the same in the stage's value tile
-  Accumulator<C::kKeys / 8> state;      ///< S^T or dS^T   [16 value columns, K]
-  std::uint32_t rounded[kKeySteps][4];  ///< the state before the step, as fragments
+  Handover<C>& handover;
+  int column;                       ///< first value column of the warp
+  int column_in_tile;               ///< the same in the stage's value tile
+  Accumulator<C::kKeys / 8> state;  ///< S^T or dS^T   [16 value columns, K]
+  float2 z[4][4];                   ///< forwards: Z^T of the step's tokens
+  std::uint32_t d_o[4][4];          ///< backwards: dO^T of the step's tokens
 
-  // Tiles of a stage by number.
-  static constexpr int kA = C::kOperandTiles, kCq = kA + 1;
+  // What starts a product gives each fragment a group of its own: its registers may then be written while the products
+  // before it are under way.
 
-  // Products with tiles of the stage whose descriptors start at `base`; each accumulates if told so.
-
-  /// acc += state operand^T   [16, 64 tokens].
-  __device__ __forceinline__ void multiply_state(std::uint32_t base, int which, Products& acc, bool accumulate) const {
+  /// The state rounded, given on, and acc (+)= state operand^T   [16, 64 tokens] under way.
+  __device__ __forceinline__ void start_from_state(std::uint32_t base, int which, int step, Products& acc,
+                                                   bool accumulate) {
+    std::uint32_t rounded[kKeySteps][4];
 #pragma unroll
     for (int j = 0; j < kKeySteps; ++j) {
+      to_fragment<T>(state, j, rounded[j]);
+      wgmma::begin(rounded[j]);
       wgmma::multiply_async<T, false>(acc, rounded[j], wgmma::rows_of(base, which + j / 4, 16 * (j % 4)),
                                       accumulate || j > 0);
+      wgmma::commit();
     }
-  }
-  /// acc += x tile^T, x [16, 64 tokens]: forwards through A and Cq.
-  __device__ __forceinline__ static void multiply_rows(std::uint32_t base, int tile, const std::uint32_t (&x)[4][4],
-                                                       Products& acc, bool accumulate) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      wgmma::multiply_async<T, false>(acc, x[j], wgmma::rows_of(base, tile, 16 * j), accumulate || j > 0);
-    }
-  }
-  /// acc += x tile: backwards through A and Cq.
-  __device__ __forceinline__ static void multiply_columns(std::uint32_t base, int tile, const std::uint32_t (&x)[4][4],
-                                                          Products& acc, bool accumulate) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      wgmma::multiply_async<T, true>(acc, x[i], wgmma::columns_of(base, tile, 16 * i), accumulate || i > 0);
-    }
-  }
-  /// state +- x operand.
-  template <bool kNegate>
-  __device__ __forceinline__ void add_to_state(std::uint32_t base, int which, const std::uint32_t (&x)[4][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      wgmma::multiply_async<T, true, kNegate>(state, x[i], wgmma::columns_of(base, which, 16 * i), true);
-    }
+    give(handover.state[step & 1], handover.state_full[step & 1], rounded);
   }
 
   __device__ __forceinline__ void decay_state(const Stage<C>& stage) {
@@ -253,194 +288,285 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void round_state() {
+  /// The state's update under way: state + x operand forwards, state - x operand backwards; x is rows, for scalar gates
+  /// times scale[token]. The rows themselves are given on.
+  __device__ __forceinline__ void start_update(std::uint32_t base, int which, const float* scale,
+                                               const Products& rows) {
+    std::uint32_t rounded[4][4], x[4][4];
 #pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) to_fragment<T>(state, j, rounded[j]);
-  }
-  /// Stores the state before the step, as rounded, where it is wanted.
-  __device__ __forceinline__ void store_state(void* states, int step) const {
-    if (states == nullptr) return;
-    T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
+    for (int i = 0; i < 4; ++i) {
+      to_fragment<T>(rows, i, rounded[i]);
+      if constexpr (!kVector) {
 #pragma unroll
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-      store_fragments(buffer, to + tile * kTile, p.K, p.V - column, p.K - tile * kTile,
-                      reinterpret_cast<const std::uint32_t(&)[4][4]>(rounded[4 * tile]));
-    }
-  }
-
-  __device__ __forceinline__ void store_tokens(void* values, int step, const std::uint32_t (&x)[4][4]) const {
-    if (values == nullptr) return;
-    store_fragments(buffer, static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile, p.V - column,
-                    kTile, x);
-  }
-
-  template <bool kOutput>
-  __device__ __forceinline__ void step_forward(int step, const Stage<C>& stage) {
-    const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
-    round_state();
-    Products acc, o;
-    wgmma::begin();
-    multiply_state(base, C::kErase, acc, false);  // step 5: (E S)^T
-    wgmma::commit();
-    if constexpr (kOutput) {
-      multiply_state(base, C::kQuery, o, false);  // step 8, its first half: (Qg S)^T
+        for (int e = 0; e < 4; ++e) {
+          const float2 s = *reinterpret_cast<const float2*>(&scale[16 * i + 8 * (e / 2) + lane_column()]);
+          const float* y = &rows.c[2 * i + e / 2][2 * (e % 2)];
+          x[i][e] = pack<T>(s.x * y[0], s.y * y[1]);
+        }
+      }
+      wgmma::begin(kVector ? rounded[i] : x[i]);
+      wgmma::multiply_async<T, true, kReverse>(state, kVector ? rounded[i] : x[i],
+                                               wgmma::columns_of(base, which, 16 * i), true);
       wgmma::commit();
     }
-    store_state(p.state_t, step);
-    if constexpr (kOutput) {
-      wgmma::wait<1>();
+    give(handover.rows, handover.rows_full, rounded);
+  }
+
+  /// The partner has taken what this step overwrites. A loop that waits must not come between products under way.
+  __device__ __forceinline__ void wait_for_partner(int step) {
+    if (step >= 2) hopper::wait(handover.state_empty[step & 1], (step - 2) >> 1 & 1);
+    if (step >= 1) hopper::wait(handover.rows_empty, (step - 1) & 1);
+  }
+
+  /// What a step needs of its stage before it needs the state.
+  __device__ __forceinline__ void load(const Stage<C>& stage) {
+    if constexpr (kReverse) {
+      load_output_gradient(stage, column_in_tile, d_o);
     } else {
-      wgmma::wait<0>();
+#pragma unroll
+      for (int n = 0; n < 4; ++n) load_values(stage, column_in_tile, n, z[n]);
     }
-    wgmma::hold(acc);
-    std::uint32_t x[4][4];
-    subtract_from_values(stage, column_in_tile, acc, x);  // step 6
-    wgmma::begin();
-    multiply_rows(base, kA, x, acc, false);  // step 7: R = A X
-    wgmma::commit();
+  }
+
+  /// All of a step but the end of the state's update, which is under way.
+  __device__ __forceinline__ void start_step_forward(int step, const Stage<C>& stage) {
+    const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
+    Products es, r;
+    start_from_state(base, C::kErase, step, es, false);  // step 5: (E S)^T
     decay_state(stage);
     wgmma::wait<0>();
-    wgmma::hold(acc);
-    std::uint32_t r[4][4];
-    to_fragments<T>(acc, r);
-    if constexpr (!kVector) scale_columns(acc, stage.write_scale);
-    to_fragments<T>(acc, x);
-    if constexpr (kOutput) {
-      wgmma::hold(o);
-      scale_output(p, stage, o);
-    }
-    wgmma::begin();
-    if constexpr (kOutput) {
-      multiply_rows(base, kCq, r, o, true);  // step 8: O = Qg S + Cq R
+    wgmma::hold(es);
+    std::uint32_t x[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {  // steps 6 and 7: X = Z - E S, R = A X
+      subtract_from_values(stage, n, z[n], es, x[n]);
+      wgmma::begin(x[n]);
+      wgmma::multiply_async<T, false>(r, x[n], wgmma::rows_of(base, kA<C>, 16 * n), n > 0);
       wgmma::commit();
-    }
-    add_to_state<false>(base, C::kWrite, x);  // step 9
-    wgmma::commit();
-    store_tokens(p.r_t, step, r);
-    if constexpr (kOutput) {
-      wgmma::wait<1>();
-      wgmma::hold(o);
-      store_output_rows<T>(p, job, stage.chunk, column, buffer, o);
     }
     wgmma::wait<0>();
-    wgmma::hold(state);
+    wgmma::hold(r);
+    start_update(base, C::kWrite, stage.write_scale, r);  // step 9
   }
 
-  __device__ __forceinline__ void step_reverse(int step, const Stage<C>& stage) {
+  __device__ __forceinline__ void start_step_reverse(int step, const Stage<C>& stage) {
     const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
-    round_state();
-    std::uint32_t d_o[4][4], x[4][4];
-    load_output_gradient(stage, column_in_tile, d_o);
     // Step 10: dR = Cq^T dO + F dS. Scalar gates scale the second half before the two are added.
-    Products acc;
-    if constexpr (kVector) {
-      wgmma::begin();
-      multiply_columns(base, kCq, d_o, acc, false);
-      multiply_state(base, C::kWrite, acc, true);
-      wgmma::commit();
-      store_state(p.dstate_t, step);
-      wgmma::wait<0>();
-      wgmma::hold(acc);
-    } else {
-      Products from_state;
-      wgmma::begin();
-      multiply_state(base, C::kWrite, from_state, false);
-      multiply_columns(base, kCq, d_o, acc, false);
-      wgmma::commit();
-      store_state(p.dstate_t, step);
-      wgmma::wait<0>();
-      wgmma::hold(acc);
+    Products d_r, from_state, sensitivity;
+    wgmma::begin();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      wgmma::multiply_async<T, true>(d_r, d_o[i], wgmma::columns_of(base, kCq<C>, 16 * i), i > 0);
+    }
+    wgmma::commit();
+    start_from_state(base, C::kWrite, step, kVector ? d_r : from_state, kVector);
+    decay_state(stage);
+    wgmma::wait<0>();
+    wgmma::hold(d_r);
+    if constexpr (!kVector) {
       wgmma::hold(from_state);
       scale_columns(from_state, stage.write_scale);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) acc.c[n][e] += from_state.c[n][e];
+        for (int e = 0; e < 4; ++e) d_r.c[n][e] += from_state.c[n][e];
       }
     }
-    to_fragments<T>(acc, x);
-    wgmma::begin();
-    multiply_columns(base, kA, x, acc, false);  // step 11: P = A^T dR
-    wgmma::commit();
-    decay_state(stage);
-    std::uint32_t d_o_low[4][4];
-    scale_output_gradient(p, stage, d_o, d_o_low);
-    wgmma::begin();
-    add_to_state<false>(base, C::kQuery, d_o);  // step 12
-    if (has_low_half<C>(p)) {
-      wgmma::begin();
-      add_to_state<false>(base, C::kQuery, d_o_low);
+    std::uint32_t x[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // step 11: P = A^T dR
+      to_fragment<T>(d_r, i, x[i]);
+      wgmma::begin(x[i]);
+      wgmma::multiply_async<T, true>(sensitivity, x[i], wgmma::columns_of(base, kA<C>, 16 * i), i > 0);
+      wgmma::commit();
     }
-    wgmma::commit();
-    wgmma::wait<1>();
-    wgmma::hold(acc);
-    std::uint32_t sensitivity[4][4];
-    to_fragments<T>(acc, sensitivity);
-    if constexpr (!kVector) scale_columns(acc, stage.erase_scale);
-    to_fragments<T>(acc, x);
-    wgmma::begin();
-    add_to_state<true>(base, C::kErase, x);
-    wgmma::commit();
-    store_tokens(p.p_t, step, sensitivity);
-    wgmma::wait<0>();
-    wgmma::hold(state);
+    // Step 12, its first half, beside it.
+    std::uint32_t high[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scale_output_gradient(p, stage, i, d_o[i], high[i]);
+      wgmma::begin(high[i]);
+      wgmma::multiply_async<T, true>(state, high[i], wgmma::columns_of(base, C::kQuery, 16 * i), true);
+      wgmma::commit();
+    }
+    if constexpr (kLow) {
+      std::uint32_t low[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        output_gradient_remainder(p, stage, i, d_o[i], high[i], low[i]);
+        wgmma::begin(low[i]);
+        wgmma::multiply_async<T, true>(state, low[i], wgmma::columns_of(base, C::kQuery, 16 * i), true);
+        wgmma::commit();
+      }
+    }
+    wgmma::wait<kLow ? 8 : 4>();
+    wgmma::hold(sensitivity);
+    start_update(base, C::kErase, stage.erase_scale, sensitivity);
   }
 
-  template <bool kOutput>
-  __device__ __forceinline__ void run(Stage<C>* stages) {
-    load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
-    rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
+  /// `initial` and `last`: the state, or its gradient, that enters and that leaves, where there is one.
+  __device__ __forceinline__ void run(Stage<C>* stages, int threads, const States& initial, const States& last) {
+    load_state(initial, job.sequence, job.head, 0, column, p.K, p.V, state);
+    if constexpr (kReverse) rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
+    int s = 0, parity = 0;
+    if (job.chunks > 0) {
+      hopper::wait(stages[0].landed, 0);
+      load(stages[0]);
+    }
+    for (int step = 0; step < job.chunks; ++step) {
+      wait_for_partner(step);
+      wgmma::wait<0>();  // nothing is under way: said here, it keeps ptxas from waiting before each product
+      wgmma::hold(state);
+      if constexpr (kReverse) {
+        start_step_reverse(step, stages[s]);
+      } else {
+        start_step_forward(step, stages[s]);
+      }
+      const int used = s;
+      if (++s == job.stages) {
+        s = 0;
+        parity ^= 1;
+      }
+      if (step + 1 < job.chunks) hopper::wait(stages[s].landed, parity);
+      load(stages[s]);  // beside the update; behind the last step it is not used
+      wgmma::wait<0>();
+      wgmma::hold(state);
+      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + used, threads);
+    }
+    if constexpr (kReverse) rescale_gradient<C>(job, p.scale_rest, state);
+    store_state_fp32(last, job.sequence, job.head, 0, column, p.K, p.V, state);
+  }
+};
+
+/// One warp of the second warpgroup: what follows from the states and rows that its partner gives. It stores them where
+/// they are wanted, and makes O.
+template <class C>
+struct Follower {
+  using T = typename C::T;
+  static constexpr int kKeySteps = C::kKeys / 16;
+
+  const Params& p;
+  const Job& job;
+  Handover<C>& handover;
+  int column;
+
+  __device__ __forceinline__ void take_state(int step, std::uint32_t (&state)[kKeySteps][4]) {
+    const int i = step & 1;
+    take(handover.state[i], handover.state_full[i], handover.state_empty[i], step >> 1 & 1, state);
+  }
+  __device__ __forceinline__ void take_rows(int step, std::uint32_t (&rows)[4][4]) {
+    take(handover.rows, handover.rows_full, handover.rows_empty, step & 1, rows);
+  }
+  __device__ __forceinline__ void store_state(void* states, int step, const std::uint32_t (&state)[kKeySteps][4]) {
+    if (states == nullptr) return;
+    T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
+#pragma unroll
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+      store_fragments(handover.buffer, to + tile * kTile, p.K, p.V - column, p.K - tile * kTile,
+                      reinterpret_cast<const std::uint32_t(&)[4][4]>(state[4 * tile]));
+    }
+  }
+  __device__ __forceinline__ void store_tokens(void* values, int step, const std::uint32_t (&x)[4][4]) {
+    if (values == nullptr) return;
+    store_fragments(handover.buffer, static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile,
+                    p.V - column, kTile, x);
+  }
+
+  /// Step 8: O = Qg S + Cq R.
+  __device__ __forceinline__ void run_output(Stage<C>* stages, int threads) {
     int s = 0, parity = 0;
     for (int step = 0; step < job.chunks; ++step) {
+      const Stage<C>& stage = stages[s];
+      const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
       hopper::wait(stages[s].landed, parity);
-      if constexpr (kOutput) {
-        step_forward<true>(step, stages[s]);
-      } else if (job.reverse) {
-        step_reverse(step, stages[s]);
-      } else {
-        step_forward<false>(step, stages[s]);
+      std::uint32_t state[kKeySteps][4], rows[4][4];
+      Accumulator<8> o;
+      take_state(step, state);
+      wgmma::begin();
+#pragma unroll
+      for (int j = 0; j < kKeySteps; ++j) {
+        wgmma::multiply_async<T, false>(o, state[j], wgmma::rows_of(base, C::kQuery + j / 4, 16 * (j % 4)), j > 0);
       }
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, kProducerThreads + kConsumers);
+      wgmma::commit();
+      const ChunkAt at = stage.chunk;
+      store_state(p.state_t, step, state);
+      wgmma::wait<0>();
+      wgmma::hold(o);
+      scale_output(p, stage, o);
+      take_rows(step, rows);
+      wgmma::begin();
+      multiply_rows<T>(base, kCq<C>, rows, o, true);
+      wgmma::commit();
+      store_tokens(p.r_t, step, rows);
+      wgmma::wait<0>();
+      wgmma::hold(o);
+      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, threads);
+      store_output_rows<T>(p, job, at, column, handover.buffer, o);
       if (++s == job.stages) {
         s = 0;
         parity ^= 1;
       }
     }
-    if (kOutput || job.reverse) {
-      rescale_gradient<C>(job, p.scale_rest, state);
-      store_state_fp32(kOutput ? p.final_state : p.d_initial_state, job.sequence, job.head, 0, column, p.K, p.V, state);
+  }
+
+  __device__ __forceinline__ void run_stores() {
+    void* states = job.reverse ? p.dstate_t : p.state_t;
+    void* tokens = job.reverse ? p.p_t : p.r_t;
+    for (int step = 0; step < job.chunks; ++step) {
+      std::uint32_t state[kKeySteps][4], rows[4][4];
+      take_state(step, state);
+      store_state(states, step, state);
+      take_rows(step, rows);
+      store_tokens(tokens, step, rows);
     }
   }
 };
 
 template <class C, bool kOutput>
-__global__ void __launch_bounds__(kProducerThreads + kConsumers, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     scan(const __grid_constant__ Params p, const __grid_constant__ Maps maps, const int stages, const bool both) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Job job = find_job<kOutput>(p, kWidth, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
-  auto* buffers = reinterpret_cast<WarpBuffer*>(ring + stages);
+  auto* handovers = reinterpret_cast<Handover<C>*>(ring + stages);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; ++s) hopper::initialise(ring[s].landed, 2);
+    for (int s = 0; s < stages; ++s) hopper::initialise(ring[s].landed, kProducerThreads);
+    for (int w = 0; w < 4; ++w) handovers[w].initialise();
     hopper::publish_barriers();
   }
   if constexpr (C::kVector) {
     // Features past K decay to 0: their states are zero, and stay numbers.
-    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kProducerThreads + kConsumers) {
+    for (int i = p.K + static_cast<int>(threadIdx.x); i < C::kKeys; i += kThreads) {
       for (int s = 0; s < stages; ++s) ring[s].decay[i] = 0.0f;
     }
   }
   __syncthreads();
-  if (threadIdx.x >= kConsumers) {  // a warpgroup starts at a multiple of four warps
-    if (threadIdx.x < kConsumers + 32) {
-      produce_tiles<C>(p, maps, job, ring);
+  constexpr int kReaders = (kOutput ? 2 : 1) * kWarpgroup;  // of a stage
+  if (warp < 4) {
+    wgmma::take_registers<kChainRegisters>();
+    const auto run = [&]<bool kReverse, bool kLow>(const States& initial, const States& last) {
+      Chain<C, kReverse, kLow> chain{p, job, handovers[warp], job.column + 16 * warp, 16 * warp, {}, {}, {}};
+      chain.run(ring, kProducerThreads + kReaders, initial, last);
+    };
+    if (kOutput || !job.reverse) {
+      run.template operator()<false, false>(p.initial_state, p.final_state);
+    } else if (has_low_half<C>(p)) {
+      run.template operator()<true, true>(p.d_final_state, p.d_initial_state);
+    } else if constexpr (!C::kVector) {
+      run.template operator()<true, false>(p.d_final_state, p.d_initial_state);
+    }
+  } else if (warp < 8) {
+    Follower<C> follower{p, job, handovers[warp - 4], job.column + 16 * (warp - 4)};
+    if constexpr (kOutput) {
+      follower.run_output(ring, kProducerThreads + kReaders);
     } else {
-      produce_scalars<C>(p, job, ring);
+      follower.run_stores();
     }
   } else {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    Consumer<C> consumer{p, job, buffers[warp].rows, job.column + 16 * warp, 16 * warp, {}, {}};
-    consumer.template run<kOutput>(ring);
+    wgmma::give_registers<kProducerRegisters>();
+    if (warp == 8) produce_tiles<C>(p, maps, job, ring, kProducerThreads + kReaders);
+    if (warp == 9) produce_scalars<C>(p, job, ring, kProducerThreads + kReaders);
   }
 }
 
@@ -459,6 +585,11 @@ bool describe(const Params& p, bool output, Maps& maps) {
          describe_matrices(maps.cq, p.cq, p.chunks * p.HV);
 }
 
+template <class C>
+constexpr int shared_bytes(int stages) {
+  return static_cast<int>(stages * sizeof(Stage<C>) + 4 * sizeof(Handover<C>));
+}
+
 /// Whether it could launch.
 template <class C, bool kOutput>
 bool launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t stream) {
@@ -471,7 +602,7 @@ bool launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t
   const int bytes = shared_bytes<C>(stages);
   const auto kernel = scan<C, kOutput>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
-  kernel<<<static_cast<unsigned>(blocks), kProducerThreads + kConsumers, bytes, stream>>>(p, maps, stages, both);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, maps, stages, both);
   check_launch("scan");
   return true;
 }
