@@ -28,6 +28,12 @@ __device__ __forceinline__ void expect_bytes(Barrier& barrier, int bytes) {
 __device__ __forceinline__ void arrive(Barrier& barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(ptx::shared_address(&barrier)) : "memory");
 }
+/// True in one lane of a whole warp, and known to be so: what follows may use uniform registers [elect.sync].
+__device__ __forceinline__ bool elect() {
+  std::uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+  return elected != 0;
+}
 /// Waits for the end of the phase of this parity [mbarrier.try_wait].
 __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
   asm volatile(

@@ -270,8 +270,9 @@ __device__ __forceinline__ void scale_columns(Accumulator<kN>& acc, const float*
   }
 }
 
+/// Whether anything decays.
 template <class C>
-__device__ __forceinline__ bool has_low_half(const Params& p) {
+__device__ __forceinline__ bool is_gated(const Params& p) {
   return C::kVector || p.g.data != nullptr;
 }
 
@@ -309,6 +310,15 @@ __device__ __forceinline__ void to_fragments(const Accumulator<8>& acc, std::uin
   for (int n = 0; n < 4; ++n) to_fragment<T>(acc, n, x[n]);
 }
 
+/// Scales of 64 tokens by pairs, as an accumulator's columns lie; those of fragment n from 2 n on.
+struct Scales {
+  float2 x[8];
+  __device__ __forceinline__ void load(const float* from) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n] = *reinterpret_cast<const float2*>(&from[8 * n + lane_column()]);
+  }
+};
+
 /// Z^T of the warp's columns and tokens 16 n to 16 n + 15, FP32, in a fragment's order; `column` is the warp's first
 /// one in the tile.
 template <class C>
@@ -330,19 +340,16 @@ __device__ __forceinline__ void load_values(const Stage<C>& stage, int column, i
   }
 }
 
-/// Step 6: the fragment of X = Z - E S that z is of, subtracted in FP32, rounded once. es holds E S, for scalar gates
-/// still without the scale of its rows.
-template <class C>
-__device__ __forceinline__ void subtract_from_values(const Stage<C>& stage, int n, const float2 (&z)[4],
-                                                     const Accumulator<8>& es, std::uint32_t (&x)[4]) {
+/// Step 6: the fragment n of X = Z - E S that z is of, subtracted in FP32, rounded once. es holds E S, for scalar gates
+/// still without the scale of its rows, which `scale` has for both halves of the fragment.
+template <class T>
+__device__ __forceinline__ void subtract_from_values(int n, const float2 (&z)[4], const Accumulator<8>& es,
+                                                     const float2* scale, std::uint32_t (&x)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float* minus = &es.c[2 * n + e / 2][2 * (e % 2)];
-    float2 scale = {1.0f, 1.0f};
-    if constexpr (!C::kVector) {
-      scale = *reinterpret_cast<const float2*>(&stage.erase_scale[16 * n + 8 * (e / 2) + lane_column()]);
-    }
-    x[e] = pack<typename C::T>(z[e].x - scale.x * minus[0], z[e].y - scale.y * minus[1]);
+    const float2 s = scale == nullptr ? make_float2(1.0f, 1.0f) : scale[e / 2];
+    x[e] = pack<T>(z[e].x - s.x * minus[0], z[e].y - s.y * minus[1]);
   }
 }
 
@@ -353,35 +360,22 @@ __device__ __forceinline__ void load_output_gradient(const Stage<C>& stage, int 
   for (int i = 0; i < 4; ++i) load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * i, column, d_o[i]);
 }
 
-/// The scale of the queries for element pair e of the fragment of tokens 16 n to 16 n + 15: for scalar gates its power
-/// of two, and gamma of the tokens.
+/// A fragment of dO^T times the scale of the queries - for scalar gates its power of two, and gamma of the tokens,
+/// which `scale` has for both halves of the fragment -, as the sum of two: the state's gradient at the start of a
+/// sequence is a sum of few such terms, where a rounding would not average out. Without a gate the second is zero, and
+/// its product left out.
 template <class C>
-__device__ __forceinline__ float2 output_gradient_scale(const Params& p, const Stage<C>& stage, int n, int e) {
-  if constexpr (C::kVector) return {p.scale, p.scale};
-  return *reinterpret_cast<const float2*>(&stage.query_scale[16 * n + 8 * (e / 2) + lane_column()]);
-}
-
-/// dO^T times that scale, as the sum of two fragments: the state's gradient at the start of a sequence is a sum of few
-/// such terms, where a rounding would not average out. Without a gate the second is zero, and its product left out.
-template <class C>
-__device__ __forceinline__ void scale_output_gradient(const Params& p, const Stage<C>& stage, int n,
-                                                      const std::uint32_t (&d_o)[4], std::uint32_t (&high)[4]) {
+__device__ __forceinline__ void scale_output_gradient(const Params& p, const float2* scale,
+                                                      const std::uint32_t (&d_o)[4], std::uint32_t (&high)[4],
+                                                      std::uint32_t (&low)[4]) {
   using T = typename C::T;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const float2 scale = output_gradient_scale(p, stage, n, e), value = unpack<T>(d_o[e]);
-    high[e] = pack<T>(value.x * scale.x, value.y * scale.y);
-  }
-}
-template <class C>
-__device__ __forceinline__ void output_gradient_remainder(const Params& p, const Stage<C>& stage, int n,
-                                                          const std::uint32_t (&d_o)[4], const std::uint32_t (&high)[4],
-                                                          std::uint32_t (&low)[4]) {
-  using T = typename C::T;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const float2 scale = output_gradient_scale(p, stage, n, e), value = unpack<T>(d_o[e]), stored = unpack<T>(high[e]);
-    low[e] = pack<T>(value.x * scale.x - stored.x, value.y * scale.y - stored.y);
+    const float2 s = C::kVector ? make_float2(p.scale, p.scale) : scale[e / 2], value = unpack<T>(d_o[e]);
+    const float2 exact = {value.x * s.x, value.y * s.y};
+    high[e] = pack<T>(exact.x, exact.y);
+    const float2 stored = unpack<T>(high[e]);
+    low[e] = pack<T>(exact.x - stored.x, exact.y - stored.y);
   }
 }
 

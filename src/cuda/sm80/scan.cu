@@ -146,11 +146,13 @@ struct Consumer {
     Accumulator<8> acc;
     multiply_state(stage, C::kErase, acc);  // step 5: (E S)^T
     std::uint32_t x[4][4];
+    Scales scale;
+    if constexpr (!C::kVector) scale.load(stage.erase_scale);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {  // step 6
       float2 z[4];
       load_values(stage, 16 * slab, n, z);
-      subtract_from_values(stage, n, z, acc, x[n]);
+      subtract_from_values<T>(n, z, acc, C::kVector ? nullptr : &scale.x[2 * n], x[n]);
     }
     // Step 7: R = A X.
     acc.clear();
@@ -227,10 +229,11 @@ struct Consumer {
       to_fragments<T>(acc, x);
     }
     std::uint32_t high[4][4], low[4][4];
+    Scales scale;
+    if constexpr (!C::kVector) scale.load(stage.query_scale);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      scale_output_gradient(p, stage, n, d_o[n], high[n]);
-      output_gradient_remainder(p, stage, n, d_o[n], high[n], low[n]);
+      scale_output_gradient<C>(p, C::kVector ? nullptr : &scale.x[2 * n], d_o[n], high[n], low[n]);
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -239,7 +242,7 @@ struct Consumer {
     }
     decay_state(stage);
     add_to_state(stage, C::kQuery, high);
-    if (has_low_half<C>(p)) add_to_state(stage, C::kQuery, low);
+    if (is_gated<C>(p)) add_to_state(stage, C::kQuery, low);
     add_to_state(stage, C::kErase, x);
   }
 

@@ -27,7 +27,7 @@ using namespace scans;
 
 constexpr int kWarpgroup = 128;           ///< threads
 constexpr int kThreads = 3 * kWarpgroup;  ///< the chain, its follower, the producers
-constexpr int kProducerThreads = 64;      ///< threads: a warp for the operands, a warp for the scalars
+constexpr int kProducerThreads = 64;      ///< threads that fill a stage: a warp for the operands, one for the scalars
 // Registers a thread: what a block of this size starts with is 168.
 constexpr int kChainRegisters = 240, kProducerRegisters = 72;
 constexpr int kWidth = 64;  ///< value columns a block
@@ -83,45 +83,48 @@ template <class C>
 __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages,
                                               int threads) {
   const Copies<C, 32> copies{p, job};
-  const bool leads = threadIdx.x % 32 == 0;
   int s = 0;
   for (int step = 0; step < job.chunks; ++step) {
     Stage<C>& stage = stages[s];
     const ChunkAt at = job.chunk(p, step);
     if (step >= job.stages) ptx::barrier_sync(kEmpty + s, threads);
     if (at.tokens == kTile) {
-      if (leads) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
+      if (hopper::elect()) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
     } else {
       copies.start(job.slot(step), at, stage);
       ptx::copy_wait<0>();
       wgmma::publish_shared();
     }
-    if (leads) stage.chunk = at;
+    if (hopper::elect()) stage.chunk = at;
     __syncwarp();
     hopper::arrive(stage.landed);
     s = s + 1 == job.stages ? 0 : s + 1;
   }
 }
 
-/// Steps 1, 3 and 4: the warp that makes the scalars. Operators without scalars have it only arrive.
+/// Steps 1, 3 and 4: the warps that make the scalars take chunks in turn, each loading for its next chunk before it
+/// waits for the stage of this one. Operators without scalars have them only arrive.
 template <class C>
-__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages, int threads) {
-  if (job.chunks == 0) return;
+__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages, int first,
+                                                int threads) {
   constexpr bool kScalars = !(C::kVector && C::kIndependent);
+  const int warps = job.stages % 3 == 0 ? 3 : 2;  // divides the stages: two to four
+  if (first >= warps) return;
   RawScalars raw{};
-  if constexpr (kScalars) raw = load_scalars<C>(p, job, job.chunk(p, 0));
-  int s = 0;
-  for (int step = 0; step < job.chunks; ++step) {
+  if constexpr (kScalars) {
+    if (first < job.chunks) raw = load_scalars<C>(p, job, job.chunk(p, first));
+  }
+  for (int step = first; step < job.chunks; step += warps) {
+    const int s = step % job.stages;
     Stage<C>& stage = stages[s];
     RawScalars next{};
     if constexpr (kScalars) {
-      if (step + 1 < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + 1));
+      if (step + warps < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + warps));
     }
     if (step >= job.stages) ptx::barrier_sync(kEmpty + s, threads);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
     hopper::arrive(stage.landed);
     raw = next;
-    s = s + 1 == job.stages ? 0 : s + 1;
   }
 }
 
@@ -179,35 +182,26 @@ __device__ __forceinline__ void store_output_rows(const Params& p, const Job& jo
   }
 }
 
-/// What the chain's warp hands its partner of the second warpgroup: fragments as the lanes hold them.
+/// What a warp of the chain hands its partner among the followers: fragments as the lanes hold them, of two steps in
+/// turn. Barriers of both warpgroups say that a step's are there, and that they have been taken.
 template <class C>
 struct alignas(128) Handover {
-  unsigned char buffer[16 * kTile * 2];  ///< of the second warp: rows it stores in 16-byte pieces, placed as a tile's
-  uint4 state[2][C::kKeys / 16][32];     ///< the state before a step, rounded; two steps in turn
-  uint4 rows[4][32];                     ///< R, or P
-  hopper::Barrier state_full[2], state_empty[2], rows_full, rows_empty;
-
-  __device__ __forceinline__ void initialise() {
-    for (int i = 0; i < 2; ++i) {
-      hopper::initialise(state_full[i], 32);
-      hopper::initialise(state_empty[i], 32);
-    }
-    hopper::initialise(rows_full, 32);
-    hopper::initialise(rows_empty, 32);
-  }
+  uint4 state[2][C::kKeys / 16][32];  ///< the state before a step, rounded; once taken, its partner's buffer
+  uint4 rows[2][4][32];               ///< R, or P
 };
+constexpr int kStateGiven = kFull, kStateTaken = kFull + 2, kRowsGiven = kOfConsumers, kRowsTaken = kOfConsumers + 2;
+static_assert(kMostStages >= 4);
 
-/// Fragments given and taken: lane by lane, conflict-free.
+/// Lane by lane, conflict-free.
 template <int kN>
-__device__ __forceinline__ void give(uint4 (&to)[kN][32], hopper::Barrier& full, const std::uint32_t (&x)[kN][4]) {
+__device__ __forceinline__ void give(uint4 (&to)[kN][32], int given, const std::uint32_t (&x)[kN][4]) {
 #pragma unroll
   for (int j = 0; j < kN; ++j) to[j][threadIdx.x & 31] = make_uint4(x[j][0], x[j][1], x[j][2], x[j][3]);
-  hopper::arrive(full);
+  ptx::barrier_arrive(given, 2 * kWarpgroup);
 }
 template <int kN>
-__device__ __forceinline__ void take(const uint4 (&from)[kN][32], hopper::Barrier& full, hopper::Barrier& empty,
-                                     int parity, std::uint32_t (&x)[kN][4]) {
-  hopper::wait(full, parity);
+__device__ __forceinline__ void take(const uint4 (&from)[kN][32], int given, std::uint32_t (&x)[kN][4]) {
+  ptx::barrier_sync(given, 2 * kWarpgroup);
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
     const uint4 y = from[j][threadIdx.x & 31];
@@ -216,7 +210,6 @@ __device__ __forceinline__ void take(const uint4 (&from)[kN][32], hopper::Barrie
     x[j][2] = y.z;
     x[j][3] = y.w;
   }
-  hopper::arrive(empty);
 }
 
 /// A and Cq among the tiles of a stage.
@@ -239,9 +232,9 @@ __device__ __forceinline__ void multiply_rows(std::uint32_t base, int tile, cons
 
 /// One warp of the first warpgroup, on which all else waits: 16 value columns through the sequence, forwards or
 /// backwards. Each fragment is given to the tensor cores as soon as it is rounded, so that rounding runs beside the
-/// product it is for.
-/// kLow: backwards, whether dO's scaled form has a second half.
-template <class C, bool kReverse, bool kLow = false>
+/// product it is for; scales are loaded a product before they are needed. Scalar gates without gates are kGated =
+/// false: decays of 1 are left out.
+template <class C, bool kReverse, bool kGated>
 struct Chain {
   using T = typename C::T;
   using Products = Accumulator<8>;  ///< [16 value columns, 64 tokens]
@@ -254,15 +247,30 @@ struct Chain {
   int column;                       ///< first value column of the warp
   int column_in_tile;               ///< the same in the stage's value tile
   Accumulator<C::kKeys / 8> state;  ///< S^T or dS^T   [16 value columns, K]
-  float2 z[4][4];                   ///< forwards: Z^T of the step's tokens
-  std::uint32_t d_o[4][4];          ///< backwards: dO^T of the step's tokens
+  // Of the coming step:
+  float2 z[4][4];           ///< forwards: Z^T
+  Scales erase_scale;       ///< forwards, scalar gates
+  std::uint32_t d_o[4][4];  ///< backwards: dO^T
+  float decay;              ///< scalar gates
+
+  /// What a step needs of its stage at once.
+  __device__ __forceinline__ void load(const Stage<C>& stage) {
+    if constexpr (kReverse) {
+      load_output_gradient(stage, column_in_tile, d_o);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) load_values(stage, column_in_tile, n, z[n]);
+      if constexpr (!kVector) erase_scale.load(stage.erase_scale);
+    }
+    if constexpr (!kVector && kGated) decay = stage.decay[0];
+  }
 
   // What starts a product gives each fragment a group of its own: its registers may then be written while the products
   // before it are under way.
 
-  /// The state rounded, given on, and acc (+)= state operand^T   [16, 64 tokens] under way.
-  __device__ __forceinline__ void start_from_state(std::uint32_t base, int which, int step, Products& acc,
-                                                   bool accumulate) {
+  /// The state rounded, given on, and acc (+)= state operand^T   [16, 64 tokens] under way; the state decays beside it.
+  __device__ __forceinline__ void start_from_state(std::uint32_t base, int which, int step, const Stage<C>& stage,
+                                                   Products& acc, bool accumulate) {
     std::uint32_t rounded[kKeySteps][4];
 #pragma unroll
     for (int j = 0; j < kKeySteps; ++j) {
@@ -272,14 +280,11 @@ struct Chain {
                                       accumulate || j > 0);
       wgmma::commit();
     }
-    give(handover.state[step & 1], handover.state_full[step & 1], rounded);
-  }
-
-  __device__ __forceinline__ void decay_state(const Stage<C>& stage) {
+    const int i = step & 1;
+    give(handover.state[i], kStateGiven + i, rounded);
     if constexpr (kVector) {
       scale_columns(state, stage.decay);
-    } else {
-      const float decay = stage.decay[0];
+    } else if constexpr (kGated) {
 #pragma unroll
       for (int n = 0; n < C::kKeys / 8; ++n) {
 #pragma unroll
@@ -288,65 +293,57 @@ struct Chain {
     }
   }
 
-  /// The state's update under way: state + x operand forwards, state - x operand backwards; x is rows, for scalar gates
+  /// The state's update under way: state + x operand forwards, state - x operand backwards; x is rows, with kScaled
   /// times scale[token]. The rows themselves are given on.
-  __device__ __forceinline__ void start_update(std::uint32_t base, int which, const float* scale,
+  template <bool kScaled>
+  __device__ __forceinline__ void start_update(std::uint32_t base, int which, int step, const Scales& scale,
                                                const Products& rows) {
     std::uint32_t rounded[4][4], x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      to_fragment<T>(rows, i, rounded[i]);
-      if constexpr (!kVector) {
+      if constexpr (kScaled) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float2 s = *reinterpret_cast<const float2*>(&scale[16 * i + 8 * (e / 2) + lane_column()]);
           const float* y = &rows.c[2 * i + e / 2][2 * (e % 2)];
-          x[i][e] = pack<T>(s.x * y[0], s.y * y[1]);
+          x[i][e] = pack<T>(scale.x[2 * i + e / 2].x * y[0], scale.x[2 * i + e / 2].y * y[1]);
         }
+      } else {
+        to_fragment<T>(rows, i, rounded[i]);
       }
-      wgmma::begin(kVector ? rounded[i] : x[i]);
-      wgmma::multiply_async<T, true, kReverse>(state, kVector ? rounded[i] : x[i],
+      wgmma::begin(kScaled ? x[i] : rounded[i]);
+      wgmma::multiply_async<T, true, kReverse>(state, kScaled ? x[i] : rounded[i],
                                                wgmma::columns_of(base, which, 16 * i), true);
       wgmma::commit();
     }
-    give(handover.rows, handover.rows_full, rounded);
-  }
-
-  /// The partner has taken what this step overwrites. A loop that waits must not come between products under way.
-  __device__ __forceinline__ void wait_for_partner(int step) {
-    if (step >= 2) hopper::wait(handover.state_empty[step & 1], (step - 2) >> 1 & 1);
-    if (step >= 1) hopper::wait(handover.rows_empty, (step - 1) & 1);
-  }
-
-  /// What a step needs of its stage before it needs the state.
-  __device__ __forceinline__ void load(const Stage<C>& stage) {
-    if constexpr (kReverse) {
-      load_output_gradient(stage, column_in_tile, d_o);
-    } else {
+    if constexpr (kScaled) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) load_values(stage, column_in_tile, n, z[n]);
+      for (int i = 0; i < 4; ++i) to_fragment<T>(rows, i, rounded[i]);
     }
+    const int i = step & 1;
+    give(handover.rows[i], kRowsGiven + i, rounded);
   }
 
   /// All of a step but the end of the state's update, which is under way.
   __device__ __forceinline__ void start_step_forward(int step, const Stage<C>& stage) {
     const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
+    constexpr bool kScaled = !kVector && kGated;
     Products es, r;
-    start_from_state(base, C::kErase, step, es, false);  // step 5: (E S)^T
-    decay_state(stage);
+    start_from_state(base, C::kErase, step, stage, es, false);  // step 5: (E S)^T
     wgmma::wait<0>();
     wgmma::hold(es);
     std::uint32_t x[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {  // steps 6 and 7: X = Z - E S, R = A X
-      subtract_from_values(stage, n, z[n], es, x[n]);
+      subtract_from_values<T>(n, z[n], es, kVector ? nullptr : &erase_scale.x[2 * n], x[n]);
       wgmma::begin(x[n]);
       wgmma::multiply_async<T, false>(r, x[n], wgmma::rows_of(base, kA<C>, 16 * n), n > 0);
       wgmma::commit();
     }
+    Scales write_scale;
+    if constexpr (kScaled) write_scale.load(stage.write_scale);
     wgmma::wait<0>();
     wgmma::hold(r);
-    start_update(base, C::kWrite, stage.write_scale, r);  // step 9
+    start_update<kScaled>(base, C::kWrite, step, write_scale, r);  // step 9
   }
 
   __device__ __forceinline__ void start_step_reverse(int step, const Stage<C>& stage) {
@@ -359,49 +356,49 @@ struct Chain {
       wgmma::multiply_async<T, true>(d_r, d_o[i], wgmma::columns_of(base, kCq<C>, 16 * i), i > 0);
     }
     wgmma::commit();
-    start_from_state(base, C::kWrite, step, kVector ? d_r : from_state, kVector);
-    decay_state(stage);
+    start_from_state(base, C::kWrite, step, stage, kVector ? d_r : from_state, kVector);
+    Scales scale;
+    if constexpr (!kVector) scale.load(stage.write_scale);
     wgmma::wait<0>();
     wgmma::hold(d_r);
-    if constexpr (!kVector) {
-      wgmma::hold(from_state);
-      scale_columns(from_state, stage.write_scale);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) d_r.c[n][e] += from_state.c[n][e];
-      }
-    }
+    if constexpr (!kVector) wgmma::hold(from_state);
     std::uint32_t x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // step 11: P = A^T dR
+      if constexpr (!kVector) {
+#pragma unroll
+        for (int n = 2 * i; n < 2 * i + 2; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) d_r.c[n][e] += (e % 2 == 0 ? scale.x[n].x : scale.x[n].y) * from_state.c[n][e];
+        }
+      }
       to_fragment<T>(d_r, i, x[i]);
       wgmma::begin(x[i]);
       wgmma::multiply_async<T, true>(sensitivity, x[i], wgmma::columns_of(base, kA<C>, 16 * i), i > 0);
       wgmma::commit();
     }
     // Step 12, its first half, beside it.
-    std::uint32_t high[4][4];
+    if constexpr (!kVector) scale.load(stage.query_scale);
+    std::uint32_t high[4][4], low[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      scale_output_gradient(p, stage, i, d_o[i], high[i]);
+      scale_output_gradient<C>(p, kVector ? nullptr : &scale.x[2 * i], d_o[i], high[i], low[i]);
       wgmma::begin(high[i]);
       wgmma::multiply_async<T, true>(state, high[i], wgmma::columns_of(base, C::kQuery, 16 * i), true);
       wgmma::commit();
     }
-    if constexpr (kLow) {
-      std::uint32_t low[4][4];
+    if constexpr (kGated) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        output_gradient_remainder(p, stage, i, d_o[i], high[i], low[i]);
         wgmma::begin(low[i]);
         wgmma::multiply_async<T, true>(state, low[i], wgmma::columns_of(base, C::kQuery, 16 * i), true);
         wgmma::commit();
       }
     }
-    wgmma::wait<kLow ? 8 : 4>();
+    if constexpr (!kVector) scale.load(stage.erase_scale);
+    wgmma::wait<kGated ? 8 : 4>();
     wgmma::hold(sensitivity);
-    start_update(base, C::kErase, stage.erase_scale, sensitivity);
+    start_update<!kVector>(base, C::kErase, step, scale, sensitivity);
   }
 
   /// `initial` and `last`: the state, or its gradient, that enters and that leaves, where there is one.
@@ -414,7 +411,10 @@ struct Chain {
       load(stages[0]);
     }
     for (int step = 0; step < job.chunks; ++step) {
-      wait_for_partner(step);
+      if (step >= 2) {  // here, because nothing that waits may come between products under way
+        ptx::barrier_sync(kStateTaken + (step & 1), 2 * kWarpgroup);
+        ptx::barrier_sync(kRowsTaken + (step & 1), 2 * kWarpgroup);
+      }
       wgmma::wait<0>();  // nothing is under way: said here, it keeps ptxas from waiting before each product
       wgmma::hold(state);
       if constexpr (kReverse) {
@@ -451,24 +451,31 @@ struct Follower {
   int column;
 
   __device__ __forceinline__ void take_state(int step, std::uint32_t (&state)[kKeySteps][4]) {
-    const int i = step & 1;
-    take(handover.state[i], handover.state_full[i], handover.state_empty[i], step >> 1 & 1, state);
+    take(handover.state[step & 1], kStateGiven + (step & 1), state);
   }
   __device__ __forceinline__ void take_rows(int step, std::uint32_t (&rows)[4][4]) {
-    take(handover.rows, handover.rows_full, handover.rows_empty, step & 1, rows);
+    take(handover.rows[step & 1], kRowsGiven + (step & 1), rows);
+    if (step + 2 < job.chunks) ptx::barrier_arrive(kRowsTaken + (step & 1), 2 * kWarpgroup);
+  }
+  /// By which rows become 16-byte pieces: where the step's state was, which is given back at the end of the step.
+  __device__ __forceinline__ unsigned char* buffer(int step) {
+    return reinterpret_cast<unsigned char*>(handover.state[step & 1]);
+  }
+  __device__ __forceinline__ void finish_step(int step) {
+    if (step + 2 < job.chunks) ptx::barrier_arrive(kStateTaken + (step & 1), 2 * kWarpgroup);
   }
   __device__ __forceinline__ void store_state(void* states, int step, const std::uint32_t (&state)[kKeySteps][4]) {
     if (states == nullptr) return;
     T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
 #pragma unroll
     for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-      store_fragments(handover.buffer, to + tile * kTile, p.K, p.V - column, p.K - tile * kTile,
+      store_fragments(buffer(step), to + tile * kTile, p.K, p.V - column, p.K - tile * kTile,
                       reinterpret_cast<const std::uint32_t(&)[4][4]>(state[4 * tile]));
     }
   }
   __device__ __forceinline__ void store_tokens(void* values, int step, const std::uint32_t (&x)[4][4]) {
     if (values == nullptr) return;
-    store_fragments(handover.buffer, static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile,
+    store_fragments(buffer(step), static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile,
                     p.V - column, kTile, x);
   }
 
@@ -501,7 +508,8 @@ struct Follower {
       wgmma::wait<0>();
       wgmma::hold(o);
       if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, threads);
-      store_output_rows<T>(p, job, at, column, handover.buffer, o);
+      store_output_rows<T>(p, job, at, column, buffer(step), o);
+      finish_step(step);
       if (++s == job.stages) {
         s = 0;
         parity ^= 1;
@@ -518,6 +526,7 @@ struct Follower {
       store_state(states, step, state);
       take_rows(step, rows);
       store_tokens(tokens, step, rows);
+      finish_step(step);
     }
   }
 };
@@ -532,7 +541,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) hopper::initialise(ring[s].landed, kProducerThreads);
-    for (int w = 0; w < 4; ++w) handovers[w].initialise();
     hopper::publish_barriers();
   }
   if constexpr (C::kVector) {
@@ -545,16 +553,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kReaders = (kOutput ? 2 : 1) * kWarpgroup;  // of a stage
   if (warp < 4) {
     wgmma::take_registers<kChainRegisters>();
-    const auto run = [&]<bool kReverse, bool kLow>(const States& initial, const States& last) {
-      Chain<C, kReverse, kLow> chain{p, job, handovers[warp], job.column + 16 * warp, 16 * warp, {}, {}, {}};
+    const auto run = [&]<bool kReverse, bool kGated>(const States& initial, const States& last) {
+      Chain<C, kReverse, kGated> chain{p, job, handovers[warp], job.column + 16 * warp, 16 * warp, {}, {}, {}, {}, {}};
       chain.run(ring, kProducerThreads + kReaders, initial, last);
     };
+    const auto run_gated = [&]<bool kReverse>(const States& initial, const States& last) {
+      if (is_gated<C>(p)) {
+        run.template operator()<kReverse, true>(initial, last);
+      } else if constexpr (!C::kVector) {
+        run.template operator()<kReverse, false>(initial, last);
+      }
+    };
     if (kOutput || !job.reverse) {
-      run.template operator()<false, false>(p.initial_state, p.final_state);
-    } else if (has_low_half<C>(p)) {
-      run.template operator()<true, true>(p.d_final_state, p.d_initial_state);
-    } else if constexpr (!C::kVector) {
-      run.template operator()<true, false>(p.d_final_state, p.d_initial_state);
+      run_gated.template operator()<false>(p.initial_state, p.final_state);
+    } else {
+      run_gated.template operator()<true>(p.d_final_state, p.d_initial_state);
     }
   } else if (warp < 8) {
     Follower<C> follower{p, job, handovers[warp - 4], job.column + 16 * (warp - 4)};
@@ -565,8 +578,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     wgmma::give_registers<kProducerRegisters>();
-    if (warp == 8) produce_tiles<C>(p, maps, job, ring, kProducerThreads + kReaders);
-    if (warp == 9) produce_scalars<C>(p, job, ring, kProducerThreads + kReaders);
+    if (warp == 8) {
+      produce_tiles<C>(p, maps, job, ring, kProducerThreads + kReaders);
+    } else {
+      produce_scalars<C>(p, job, ring, warp - 9, kProducerThreads + kReaders);
+    }
   }
 }
 
@@ -598,7 +614,7 @@ bool launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t
   Maps maps{};
   if (!describe<C>(p, kOutput, maps)) return false;
   int stages = kMostStages;
-  while (stages > 1 && shared_bytes<C>(stages) > device.shared_bytes_per_block) --stages;
+  while (stages > 2 && shared_bytes<C>(stages) > device.shared_bytes_per_block) --stages;
   const int bytes = shared_bytes<C>(stages);
   const auto kernel = scan<C, kOutput>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
