@@ -60,6 +60,17 @@ __device__ __forceinline__ void copy_bytes(std::uint32_t to, const void* from, i
                "l"(from), "r"(bytes), "r"(ptx::shared_address(&barrier))
                : "memory");
 }
+/// A box from shared memory into a tensor; what lies outside is left out [cp.async.bulk.tensor, bulk_group].
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int a, int b, int c, int d, std::uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+                   reinterpret_cast<std::uint64_t>(&map)),
+               "r"(a), "r"(b), "r"(c), "r"(d), "r"(from)
+               : "memory");
+}
+/// Waits until this thread's stores have read shared memory [cp.async.bulk.wait_group.read].
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 /// Four 8 x 8 matrices of 16-bit elements into shared memory; lane l gives the address of row l % 8 of matrix l / 8
 /// [stmatrix].
 __device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&r)[4]) {

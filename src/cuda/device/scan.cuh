@@ -47,6 +47,7 @@ struct Stage {
   float decay[C::kKeys];  ///< lambda by feature; scalar gates: element 0
   ChunkAt chunk;
   std::uint64_t landed;  ///< Hopper: the barrier that the stage's copies report to
+  std::uint64_t free;    ///< Hopper: the barrier that its readers report to
 };
 
 enum Barrier : int { kFull = 1, kEmpty = kFull + kMostStages, kOfConsumers = kEmpty + kMostStages };

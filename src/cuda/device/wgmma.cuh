@@ -40,16 +40,6 @@ __device__ __forceinline__ void hold(Accumulator<kN>& acc) {
   }
 }
 
-/// The warpgroup's threads have kRegisters each from here on, more or fewer than before [setmaxnreg].
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 // Matrix descriptors. Fields in units of 16 bytes: start (bits 0 to 13), distance of 64-column tiles (bits 16 to 29),
 // distance of groups of eight rows (bits 32 to 45); bit 62 names the 128-byte swizzle, which is that of tile.cuh for
 // tiles that start at multiples of 1024 bytes. The lower word of one address is kept, and those of others follow by one

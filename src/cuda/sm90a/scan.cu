@@ -25,12 +25,10 @@ namespace {
 
 using namespace scans;
 
-constexpr int kWarpgroup = 128;           ///< threads
-constexpr int kThreads = 3 * kWarpgroup;  ///< the chain, its follower, the producers
-constexpr int kProducerThreads = 64;      ///< threads that fill a stage: a warp for the operands, one for the scalars
-// Registers a thread: what a block of this size starts with is 168.
-constexpr int kChainRegisters = 240, kProducerRegisters = 72;
-constexpr int kWidth = 64;  ///< value columns a block
+constexpr int kChainThreads = 128;  ///< one warpgroup
+constexpr int kScalarWarps = 2;
+constexpr int kThreads = kChainThreads + 32 * (2 + kScalarWarps);  ///< and a warp for copies in, one for copies out
+constexpr int kWidth = 64;                                         ///< value columns a block
 constexpr int kMostKeys = 128;
 
 /// What the copy engine needs to know of every operand. `values` are v, or dO where the scan runs backwards.
@@ -39,7 +37,26 @@ struct Maps {
   CUtensorMap values[2];            ///< v, dO
   CUtensorMap strength;             ///< w
   CUtensorMap a, cq;
+  CUtensorMap states[2], rows[2];  ///< stored: S^T and R^T, dS^T and P^T
+  CUtensorMap output;
 };
+
+/// What the chain has stored: tiles, each free again when it has been read.
+template <class C>
+struct Outbox {
+  TileStorage state[C::kKeyTiles];  ///< [64 value columns, 64 features] each: the state before a step
+  TileStorage rows;                 ///< [64 value columns, 64 tokens]: R^T, or P^T
+  TileStorage output;               ///< [64 tokens, 64 value columns]: O
+};
+/// Barriers of the chain and the warp that stores: given, and taken.
+enum Parcel : int { kStateParcel, kRowsParcel, kOutputParcel, kParcels };
+__device__ constexpr int given(Parcel parcel) {
+  return 1 + parcel;
+}
+__device__ constexpr int taken(Parcel parcel) {
+  return 1 + kParcels + parcel;
+}
+constexpr int kParcelThreads = kChainThreads + 32;
 
 /// Step 2 for a whole chunk, by one thread: announces the bytes and starts the copies.
 template <class C>
@@ -78,16 +95,33 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
   }
 }
 
+/// The ring's stage of a step, and the parity of its barriers' phase, step after step.
+struct Place {
+  int s = 0, parity = 0;
+  __device__ __forceinline__ void advance(int stages, int steps = 1) {
+    s += steps;
+    while (s >= stages) {
+      s -= stages;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Step 1: the stage has been read.
+template <class C>
+__device__ __forceinline__ void wait_until_free(const Job& job, int step, const Place& at, Stage<C>& stage) {
+  if (step >= job.stages) hopper::wait(stage.free, at.parity ^ 1);
+}
+
 /// Steps 1, 2 and 4: the warp that has the operands brought.
 template <class C>
-__device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages,
-                                              int threads) {
+__device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages) {
   const Copies<C, 32> copies{p, job};
-  int s = 0;
+  Place place;
   for (int step = 0; step < job.chunks; ++step) {
-    Stage<C>& stage = stages[s];
+    Stage<C>& stage = stages[place.s];
     const ChunkAt at = job.chunk(p, step);
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, threads);
+    wait_until_free(job, step, place, stage);
     if (at.tokens == kTile) {
       if (hopper::elect()) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
     } else {
@@ -95,121 +129,97 @@ __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps,
       ptx::copy_wait<0>();
       wgmma::publish_shared();
     }
-    if (hopper::elect()) stage.chunk = at;
     __syncwarp();
     hopper::arrive(stage.landed);
-    s = s + 1 == job.stages ? 0 : s + 1;
+    place.advance(job.stages);
   }
 }
 
 /// Steps 1, 3 and 4: the warps that make the scalars take chunks in turn, each loading for its next chunk before it
 /// waits for the stage of this one. Operators without scalars have them only arrive.
 template <class C>
-__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages, int first,
-                                                int threads) {
+__device__ __forceinline__ void produce_scalars(const Params& p, const Job& job, Stage<C>* stages, int first) {
   constexpr bool kScalars = !(C::kVector && C::kIndependent);
-  const int warps = job.stages % 3 == 0 ? 3 : 2;  // divides the stages: two to four
-  if (first >= warps) return;
   RawScalars raw{};
   if constexpr (kScalars) {
     if (first < job.chunks) raw = load_scalars<C>(p, job, job.chunk(p, first));
   }
-  for (int step = first; step < job.chunks; step += warps) {
-    const int s = step % job.stages;
-    Stage<C>& stage = stages[s];
+  Place place;
+  place.advance(job.stages, first);
+  for (int step = first; step < job.chunks; step += kScalarWarps) {
+    Stage<C>& stage = stages[place.s];
     RawScalars next{};
     if constexpr (kScalars) {
-      if (step + warps < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + warps));
+      if (step + kScalarWarps < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + kScalarWarps));
     }
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, threads);
+    wait_until_free(job, step, place, stage);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
     hopper::arrive(stage.landed);
     raw = next;
+    place.advance(job.stages, kScalarWarps);
   }
 }
 
-/// Fragments [16, 64] as rows of 128 bytes in a warp's buffer, placed as tile.cuh does [stmatrix].
-__device__ __forceinline__ void stage_rows(unsigned char* buffer, const std::uint32_t (&x)[4][4]) {
-  const int l = threadIdx.x & 31;
-  const std::uint32_t to = ptx::shared_address(buffer);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) hopper::store_matrices(fragment_address(to, 0, 16 * j, l & 15, l >> 4), x[j]);
+/// Writes of this thread to a tile reach the copy engine, and the warp that stores is told.
+__device__ __forceinline__ void give(Parcel parcel) {
+  wgmma::publish_shared();
+  ptx::barrier_arrive(given(parcel), kParcelThreads);
 }
 
-/// A warp's fragments [16, 64] as rows of `stride` elements in memory, in 16-byte pieces. Rows from valid_rows and
-/// columns from valid_columns on are left out.
-template <class T>
-__device__ __forceinline__ void store_fragments(unsigned char* buffer, T* to, std::int64_t stride, int valid_rows,
-                                                int valid_columns, const std::uint32_t (&x)[4][4]) {
-  __syncwarp();  // the last rows have been read
-  stage_rows(buffer, x);
-  __syncwarp();
-  const int row = static_cast<int>(threadIdx.x & 31) / 8, c = static_cast<int>(threadIdx.x % 8) * 8;
-  const int left = c < valid_columns ? valid_rows - row : 0;
-  to += row * stride + c;
+/// The warp that has tiles stored, in the order in which the chain gives them. The last chunk of a sequence, where a
+/// box would reach into the next sequence's tokens, it copies row by row.
+template <class C, bool kOutput>
+__device__ __forceinline__ void store_parcels(const Params& p, const Maps& maps, const Job& job, Outbox<C>& outbox) {
+  using T = typename C::T;
+  const int side = job.reverse ? 1 : 0;
+  const auto take = [&](Parcel parcel, int step, auto&& store) {
+    ptx::barrier_sync(given(parcel), kParcelThreads);
+    store();
+    __syncwarp();
+    if (step + 1 < job.chunks) ptx::barrier_arrive(taken(parcel), kParcelThreads);
+  };
+  const auto store_output = [&](int step) {
+    if (p.o.data == nullptr) return;
+    const ChunkAt at = job.chunk(p, step);
+    if (at.tokens == kTile) {
+      if (hopper::elect()) {
+        hopper::store_box(maps.output, job.column, job.head, static_cast<int>(at.token), at.batch,
+                          ptx::shared_address(&outbox.output));
+        hopper::wait_for_stores();
+      }
+      return;
+    }
+    const int row = static_cast<int>(threadIdx.x & 31) / 8, c = static_cast<int>(threadIdx.x % 8) * 8;
+    if (job.column + c >= p.V) return;
+    T* to = row_pointer<T>(p.o, at.batch, at.token, job.head) + job.column + c;
+    for (int i = row; i < at.tokens; i += 4) {
+      *reinterpret_cast<uint4*>(to + i * p.o.token) =
+          *reinterpret_cast<const uint4*>(outbox.output.bytes + tile_offset(i, c));
+    }
+  };
+  for (int step = 0; step < job.chunks; ++step) {
+    const int index = static_cast<int>(job.index(p, step));
+    if ((job.reverse ? p.dstate_t : p.state_t) != nullptr) {
+      take(kStateParcel, step, [&] {
+        if (!hopper::elect()) return;
 #pragma unroll
-  for (int i = 0; i < 16; i += 4) {
-    if (i < left) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(buffer + tile_offset(row + i, c));
-    to += 4 * stride;
+        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+          hopper::store_box(maps.states[side], tile * kTile, 0, job.column, index,
+                            ptx::shared_address(&outbox.state[tile]));
+        }
+        hopper::wait_for_stores();
+      });
+    }
+    if (kOutput && step > 0) take(kOutputParcel, step - 1, [&] { store_output(step - 1); });
+    if ((job.reverse ? p.p_t : p.r_t) != nullptr) {
+      take(kRowsParcel, step, [&] {
+        if (!hopper::elect()) return;
+        hopper::store_box(maps.rows[side], 0, 0, job.column, index, ptx::shared_address(&outbox.rows));
+        hopper::wait_for_stores();
+      });
+    }
   }
-}
-
-/// O of a warp's 16 columns from its transpose, in 16-byte pieces: two of a token's row.
-template <class T>
-__device__ __forceinline__ void store_output_rows(const Params& p, const Job& job, const ChunkAt& at, int column,
-                                                  unsigned char* buffer, const Accumulator<8>& o) {
-  const int l = threadIdx.x & 31;
-  // Rows of 32 bytes; the two pieces change places every four rows, so that eight rows meet all banks once.
-  const auto place = [](int row, int piece) { return row * 32 + ((piece ^ ((row >> 2) & 1)) << 4); };
-  __syncwarp();
-#pragma unroll
-  for (int n = 0; n < 8; n += 2) {
-    const std::uint32_t x[4] = {pack<T>(o.c[n][0], o.c[n][1]), pack<T>(o.c[n][2], o.c[n][3]),
-                                pack<T>(o.c[n + 1][0], o.c[n + 1][1]), pack<T>(o.c[n + 1][2], o.c[n + 1][3])};
-    // Matrices: tokens 8 n on of the lower and upper columns, then tokens 8 n + 8 on.
-    const int row = 8 * n + (l & 7) + (l >> 4) * 8;
-    hopper::store_matrices_transposed(ptx::shared_address(buffer + place(row, (l >> 3) & 1)), x);
-  }
-  __syncwarp();
-  const int row = l / 2, piece = l % 2;
-  T* to = row_pointer<T>(p.o, at.batch, at.token + row, job.head) + column + 8 * piece;
-  const int left = column + 8 * piece < p.V ? at.tokens - row : 0;
-  const std::int64_t stride = 16 * p.o.token;
-#pragma unroll
-  for (int i = 0; i < kTile; i += 16) {
-    if (i < left) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(buffer + place(row + i, piece));
-    to += stride;
-  }
-}
-
-/// What a warp of the chain hands its partner among the followers: fragments as the lanes hold them, of two steps in
-/// turn. Barriers of both warpgroups say that a step's are there, and that they have been taken.
-template <class C>
-struct alignas(128) Handover {
-  uint4 state[2][C::kKeys / 16][32];  ///< the state before a step, rounded; once taken, its partner's buffer
-  uint4 rows[2][4][32];               ///< R, or P
-};
-constexpr int kStateGiven = kFull, kStateTaken = kFull + 2, kRowsGiven = kOfConsumers, kRowsTaken = kOfConsumers + 2;
-static_assert(kMostStages >= 4);
-
-/// Lane by lane, conflict-free.
-template <int kN>
-__device__ __forceinline__ void give(uint4 (&to)[kN][32], int given, const std::uint32_t (&x)[kN][4]) {
-#pragma unroll
-  for (int j = 0; j < kN; ++j) to[j][threadIdx.x & 31] = make_uint4(x[j][0], x[j][1], x[j][2], x[j][3]);
-  ptx::barrier_arrive(given, 2 * kWarpgroup);
-}
-template <int kN>
-__device__ __forceinline__ void take(const uint4 (&from)[kN][32], int given, std::uint32_t (&x)[kN][4]) {
-  ptx::barrier_sync(given, 2 * kWarpgroup);
-#pragma unroll
-  for (int j = 0; j < kN; ++j) {
-    const uint4 y = from[j][threadIdx.x & 31];
-    x[j][0] = y.x;
-    x[j][1] = y.y;
-    x[j][2] = y.z;
-    x[j][3] = y.w;
-  }
+  if (kOutput && job.chunks > 0) take(kOutputParcel, job.chunks - 1, [&] { store_output(job.chunks - 1); });
 }
 
 /// A and Cq among the tiles of a stage.
@@ -230,11 +240,11 @@ __device__ __forceinline__ void multiply_rows(std::uint32_t base, int tile, cons
   }
 }
 
-/// One warp of the first warpgroup, on which all else waits: 16 value columns through the sequence, forwards or
-/// backwards. Each fragment is given to the tensor cores as soon as it is rounded, so that rounding runs beside the
-/// product it is for; scales are loaded a product before they are needed. Scalar gates without gates are kGated =
-/// false: decays of 1 are left out.
-template <class C, bool kReverse, bool kGated>
+/// One warp of the chain, on which all else waits: 16 value columns through the sequence, forwards or backwards. Each
+/// fragment is given to the tensor cores as soon as it is rounded, so that rounding runs beside the product it is for;
+/// scales are loaded a product before they are needed. Scalar gates without gates are kGated = false: decays of 1 are
+/// left out.
+template <class C, bool kOutput, bool kReverse, bool kGated>
 struct Chain {
   using T = typename C::T;
   using Products = Accumulator<8>;  ///< [16 value columns, 64 tokens]
@@ -243,34 +253,60 @@ struct Chain {
 
   const Params& p;
   const Job& job;
-  Handover<C>& handover;
-  int column;                       ///< first value column of the warp
-  int column_in_tile;               ///< the same in the stage's value tile
+  Outbox<C>& outbox;
+  int column;                       ///< first value column of the warp in the block's 64
   Accumulator<C::kKeys / 8> state;  ///< S^T or dS^T   [16 value columns, K]
   // Of the coming step:
   float2 z[4][4];           ///< forwards: Z^T
   Scales erase_scale;       ///< forwards, scalar gates
   std::uint32_t d_o[4][4];  ///< backwards: dO^T
   float decay;              ///< scalar gates
+  // Of the last step:
+  std::uint32_t output[4][4];  ///< O^T
 
   /// What a step needs of its stage at once.
   __device__ __forceinline__ void load(const Stage<C>& stage) {
     if constexpr (kReverse) {
-      load_output_gradient(stage, column_in_tile, d_o);
+      load_output_gradient(stage, column, d_o);
     } else {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) load_values(stage, column_in_tile, n, z[n]);
+      for (int n = 0; n < 4; ++n) load_values(stage, column, n, z[n]);
       if constexpr (!kVector) erase_scale.load(stage.erase_scale);
     }
     if constexpr (!kVector && kGated) decay = stage.decay[0];
   }
 
+  /// Fragments [16, 64] as rows of a tile.
+  __device__ __forceinline__ void put_rows(TileStorage& tile, const std::uint32_t (&x)[4][4]) const {
+    const int l = threadIdx.x & 31;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      hopper::store_matrices(fragment_address(ptx::shared_address(&tile), column, 16 * j, l & 15, l >> 4), x[j]);
+    }
+  }
+  /// Fragments [16, 64] as columns of a tile.
+  __device__ __forceinline__ void put_columns(TileStorage& tile, const std::uint32_t (&x)[4][4]) const {
+    const int l = threadIdx.x & 31;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // Matrices: tokens 16 j on of the lower and upper columns, then tokens 16 j + 8 on.
+      hopper::store_matrices_transposed(
+          fragment_address(ptx::shared_address(&tile), 16 * j, column, (l & 7) + (l >> 4) * 8, (l >> 3) & 1), x[j]);
+    }
+  }
+  __device__ __forceinline__ void give_output(int step) const {
+    if (step > 0) ptx::barrier_sync(taken(kOutputParcel), kParcelThreads);
+    put_columns(outbox.output, output);
+    give(kOutputParcel);
+  }
+
   // What starts a product gives each fragment a group of its own: its registers may then be written while the products
   // before it are under way.
 
-  /// The state rounded, given on, and acc (+)= state operand^T   [16, 64 tokens] under way; the state decays beside it.
+  /// The state rounded, and acc (+)= state operand^T   [16, 64 tokens] under way; in forward calls another with the
+  /// queries behind it. Beside them the state before the step is given where it is wanted, and decays.
   __device__ __forceinline__ void start_from_state(std::uint32_t base, int which, int step, const Stage<C>& stage,
-                                                   Products& acc, bool accumulate) {
+                                                   Products& acc, bool accumulate, Products& o) {
     std::uint32_t rounded[kKeySteps][4];
 #pragma unroll
     for (int j = 0; j < kKeySteps; ++j) {
@@ -280,8 +316,23 @@ struct Chain {
                                       accumulate || j > 0);
       wgmma::commit();
     }
-    const int i = step & 1;
-    give(handover.state[i], kStateGiven + i, rounded);
+    if constexpr (kOutput) {
+      if (step > 0) give_output(step - 1);
+      wgmma::begin();
+#pragma unroll
+      for (int j = 0; j < kKeySteps; ++j) {
+        wgmma::multiply_async<T, false>(o, rounded[j], wgmma::rows_of(base, C::kQuery + j / 4, 16 * (j % 4)), j > 0);
+      }
+      wgmma::commit();
+    }
+    if ((kReverse ? p.dstate_t : p.state_t) != nullptr) {
+      if (step > 0) ptx::barrier_sync(taken(kStateParcel), kParcelThreads);
+#pragma unroll
+      for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+        put_rows(outbox.state[tile], reinterpret_cast<const std::uint32_t(&)[4][4]>(rounded[4 * tile]));
+      }
+      give(kStateParcel);
+    }
     if constexpr (kVector) {
       scale_columns(state, stage.decay);
     } else if constexpr (kGated) {
@@ -293,12 +344,12 @@ struct Chain {
     }
   }
 
-  /// The state's update under way: state + x operand forwards, state - x operand backwards; x is rows, with kScaled
-  /// times scale[token]. The rows themselves are given on.
+  /// The state's update under way: state + x operand forwards, state - x operand backwards; x is `rounded`, which are
+  /// the rows as they are stored, or with kScaled the rows times scale[token].
   template <bool kScaled>
-  __device__ __forceinline__ void start_update(std::uint32_t base, int which, int step, const Scales& scale,
-                                               const Products& rows) {
-    std::uint32_t rounded[4][4], x[4][4];
+  __device__ __forceinline__ void start_update(std::uint32_t base, int which, const Scales& scale, const Products& rows,
+                                               std::uint32_t (&rounded)[4][4]) {
+    std::uint32_t x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kScaled) {
@@ -319,17 +370,22 @@ struct Chain {
 #pragma unroll
       for (int i = 0; i < 4; ++i) to_fragment<T>(rows, i, rounded[i]);
     }
-    const int i = step & 1;
-    give(handover.rows[i], kRowsGiven + i, rounded);
   }
 
-  /// All of a step but the end of the state's update, which is under way.
-  __device__ __forceinline__ void start_step_forward(int step, const Stage<C>& stage) {
+  __device__ __forceinline__ void give_rows(int step, const std::uint32_t (&rounded)[4][4]) const {
+    if ((kReverse ? p.p_t : p.r_t) == nullptr) return;
+    if (step > 0) ptx::barrier_sync(taken(kRowsParcel), kParcelThreads);
+    put_rows(outbox.rows, rounded);
+    give(kRowsParcel);
+  }
+
+  /// All of a step but the end of its last products, which are under way.
+  __device__ __forceinline__ void start_step_forward(int step, const Stage<C>& stage, Products& o) {
     const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
     constexpr bool kScaled = !kVector && kGated;
     Products es, r;
-    start_from_state(base, C::kErase, step, stage, es, false);  // step 5: (E S)^T
-    wgmma::wait<0>();
+    start_from_state(base, C::kErase, step, stage, es, false, o);  // steps 5 and 8: (E S)^T, (Qg S)^T
+    wgmma::wait<kOutput ? 1 : 0>();
     wgmma::hold(es);
     std::uint32_t x[4][4];
 #pragma unroll
@@ -339,11 +395,26 @@ struct Chain {
       wgmma::multiply_async<T, false>(r, x[n], wgmma::rows_of(base, kA<C>, 16 * n), n > 0);
       wgmma::commit();
     }
+    if constexpr (kOutput) {
+      wgmma::wait<4>();
+      wgmma::hold(o);
+      scale_output(p, stage, o);
+    }
     Scales write_scale;
     if constexpr (kScaled) write_scale.load(stage.write_scale);
     wgmma::wait<0>();
     wgmma::hold(r);
-    start_update<kScaled>(base, C::kWrite, step, write_scale, r);  // step 9
+    std::uint32_t rounded[4][4];
+    start_update<kScaled>(base, C::kWrite, write_scale, r, rounded);  // step 9
+    if constexpr (kOutput) {
+      wgmma::begin();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // step 8: O = Qg S + Cq R
+        wgmma::multiply_async<T, false>(o, rounded[j], wgmma::rows_of(base, kCq<C>, 16 * j), true);
+      }
+      wgmma::commit();
+    }
+    give_rows(step, rounded);
   }
 
   __device__ __forceinline__ void start_step_reverse(int step, const Stage<C>& stage) {
@@ -356,7 +427,7 @@ struct Chain {
       wgmma::multiply_async<T, true>(d_r, d_o[i], wgmma::columns_of(base, kCq<C>, 16 * i), i > 0);
     }
     wgmma::commit();
-    start_from_state(base, C::kWrite, step, stage, kVector ? d_r : from_state, kVector);
+    start_from_state(base, C::kWrite, step, stage, kVector ? d_r : from_state, kVector, d_r);
     Scales scale;
     if constexpr (!kVector) scale.load(stage.write_scale);
     wgmma::wait<0>();
@@ -398,136 +469,44 @@ struct Chain {
     if constexpr (!kVector) scale.load(stage.erase_scale);
     wgmma::wait<kGated ? 8 : 4>();
     wgmma::hold(sensitivity);
-    start_update<!kVector>(base, C::kErase, step, scale, sensitivity);
+    start_update<!kVector>(base, C::kErase, scale, sensitivity, x);
+    give_rows(step, x);
   }
 
   /// `initial` and `last`: the state, or its gradient, that enters and that leaves, where there is one.
-  __device__ __forceinline__ void run(Stage<C>* stages, int threads, const States& initial, const States& last) {
-    load_state(initial, job.sequence, job.head, 0, column, p.K, p.V, state);
+  __device__ __forceinline__ void run(Stage<C>* stages, const States& initial, const States& last) {
+    const int first = job.column + column;
+    load_state(initial, job.sequence, job.head, 0, first, p.K, p.V, state);
     if constexpr (kReverse) rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
-    int s = 0, parity = 0;
+    Place place;
     if (job.chunks > 0) {
       hopper::wait(stages[0].landed, 0);
       load(stages[0]);
     }
     for (int step = 0; step < job.chunks; ++step) {
-      if (step >= 2) {  // here, because nothing that waits may come between products under way
-        ptx::barrier_sync(kStateTaken + (step & 1), 2 * kWarpgroup);
-        ptx::barrier_sync(kRowsTaken + (step & 1), 2 * kWarpgroup);
-      }
+      Stage<C>& stage = stages[place.s];
       wgmma::wait<0>();  // nothing is under way: said here, it keeps ptxas from waiting before each product
       wgmma::hold(state);
+      Products o;
       if constexpr (kReverse) {
-        start_step_reverse(step, stages[s]);
+        start_step_reverse(step, stage);
       } else {
-        start_step_forward(step, stages[s]);
+        start_step_forward(step, stage, o);
       }
-      const int used = s;
-      if (++s == job.stages) {
-        s = 0;
-        parity ^= 1;
-      }
-      if (step + 1 < job.chunks) hopper::wait(stages[s].landed, parity);
-      load(stages[s]);  // beside the update; behind the last step it is not used
+      place.advance(job.stages);
+      if (step + 1 < job.chunks) hopper::wait(stages[place.s].landed, place.parity);
+      load(stages[place.s]);  // beside the products; behind the last step it is not used
       wgmma::wait<0>();
       wgmma::hold(state);
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + used, threads);
+      hopper::arrive(stage.free);
+      if constexpr (kOutput) {
+        wgmma::hold(o);
+        to_fragments<T>(o, output);
+      }
     }
+    if (kOutput && job.chunks > 0) give_output(job.chunks - 1);
     if constexpr (kReverse) rescale_gradient<C>(job, p.scale_rest, state);
-    store_state_fp32(last, job.sequence, job.head, 0, column, p.K, p.V, state);
-  }
-};
-
-/// One warp of the second warpgroup: what follows from the states and rows that its partner gives. It stores them where
-/// they are wanted, and makes O.
-template <class C>
-struct Follower {
-  using T = typename C::T;
-  static constexpr int kKeySteps = C::kKeys / 16;
-
-  const Params& p;
-  const Job& job;
-  Handover<C>& handover;
-  int column;
-
-  __device__ __forceinline__ void take_state(int step, std::uint32_t (&state)[kKeySteps][4]) {
-    take(handover.state[step & 1], kStateGiven + (step & 1), state);
-  }
-  __device__ __forceinline__ void take_rows(int step, std::uint32_t (&rows)[4][4]) {
-    take(handover.rows[step & 1], kRowsGiven + (step & 1), rows);
-    if (step + 2 < job.chunks) ptx::barrier_arrive(kRowsTaken + (step & 1), 2 * kWarpgroup);
-  }
-  /// By which rows become 16-byte pieces: where the step's state was, which is given back at the end of the step.
-  __device__ __forceinline__ unsigned char* buffer(int step) {
-    return reinterpret_cast<unsigned char*>(handover.state[step & 1]);
-  }
-  __device__ __forceinline__ void finish_step(int step) {
-    if (step + 2 < job.chunks) ptx::barrier_arrive(kStateTaken + (step & 1), 2 * kWarpgroup);
-  }
-  __device__ __forceinline__ void store_state(void* states, int step, const std::uint32_t (&state)[kKeySteps][4]) {
-    if (states == nullptr) return;
-    T* to = static_cast<T*>(states) + (job.index(p, step) * p.V + column) * p.K;
-#pragma unroll
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-      store_fragments(buffer(step), to + tile * kTile, p.K, p.V - column, p.K - tile * kTile,
-                      reinterpret_cast<const std::uint32_t(&)[4][4]>(state[4 * tile]));
-    }
-  }
-  __device__ __forceinline__ void store_tokens(void* values, int step, const std::uint32_t (&x)[4][4]) {
-    if (values == nullptr) return;
-    store_fragments(buffer(step), static_cast<T*>(values) + (job.index(p, step) * p.V + column) * kTile, kTile,
-                    p.V - column, kTile, x);
-  }
-
-  /// Step 8: O = Qg S + Cq R.
-  __device__ __forceinline__ void run_output(Stage<C>* stages, int threads) {
-    int s = 0, parity = 0;
-    for (int step = 0; step < job.chunks; ++step) {
-      const Stage<C>& stage = stages[s];
-      const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
-      hopper::wait(stages[s].landed, parity);
-      std::uint32_t state[kKeySteps][4], rows[4][4];
-      Accumulator<8> o;
-      take_state(step, state);
-      wgmma::begin();
-#pragma unroll
-      for (int j = 0; j < kKeySteps; ++j) {
-        wgmma::multiply_async<T, false>(o, state[j], wgmma::rows_of(base, C::kQuery + j / 4, 16 * (j % 4)), j > 0);
-      }
-      wgmma::commit();
-      const ChunkAt at = stage.chunk;
-      store_state(p.state_t, step, state);
-      wgmma::wait<0>();
-      wgmma::hold(o);
-      scale_output(p, stage, o);
-      take_rows(step, rows);
-      wgmma::begin();
-      multiply_rows<T>(base, kCq<C>, rows, o, true);
-      wgmma::commit();
-      store_tokens(p.r_t, step, rows);
-      wgmma::wait<0>();
-      wgmma::hold(o);
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, threads);
-      store_output_rows<T>(p, job, at, column, buffer(step), o);
-      finish_step(step);
-      if (++s == job.stages) {
-        s = 0;
-        parity ^= 1;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void run_stores() {
-    void* states = job.reverse ? p.dstate_t : p.state_t;
-    void* tokens = job.reverse ? p.p_t : p.r_t;
-    for (int step = 0; step < job.chunks; ++step) {
-      std::uint32_t state[kKeySteps][4], rows[4][4];
-      take_state(step, state);
-      store_state(states, step, state);
-      take_rows(step, rows);
-      store_tokens(tokens, step, rows);
-      finish_step(step);
-    }
+    store_state_fp32(last, job.sequence, job.head, 0, first, p.K, p.V, state);
   }
 };
 
@@ -537,10 +516,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const Job job = find_job<kOutput>(p, kWidth, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
-  auto* handovers = reinterpret_cast<Handover<C>*>(ring + stages);
+  auto& outbox = *reinterpret_cast<Outbox<C>*>(ring + stages);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; ++s) hopper::initialise(ring[s].landed, kProducerThreads);
+    for (int s = 0; s < stages; ++s) {
+      hopper::initialise(ring[s].landed, 2 * 32);  // the warps of the tiles and of the scalars
+      hopper::initialise(ring[s].free, kChainThreads);
+    }
     hopper::publish_barriers();
   }
   if constexpr (C::kVector) {
@@ -550,12 +532,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();
-  constexpr int kReaders = (kOutput ? 2 : 1) * kWarpgroup;  // of a stage
-  if (warp < 4) {
-    wgmma::take_registers<kChainRegisters>();
+  constexpr int kTiles = kChainThreads / 32, kStores = kTiles + 1, kScalars = kStores + 1;
+  if (warp < kTiles) {
     const auto run = [&]<bool kReverse, bool kGated>(const States& initial, const States& last) {
-      Chain<C, kReverse, kGated> chain{p, job, handovers[warp], job.column + 16 * warp, 16 * warp, {}, {}, {}, {}, {}};
-      chain.run(ring, kProducerThreads + kReaders, initial, last);
+      Chain<C, kOutput, kReverse, kGated> chain{p, job, outbox, 16 * warp, {}, {}, {}, {}, {}, {}};
+      chain.run(ring, initial, last);
     };
     const auto run_gated = [&]<bool kReverse>(const States& initial, const States& last) {
       if (is_gated<C>(p)) {
@@ -569,41 +550,38 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       run_gated.template operator()<true>(p.d_final_state, p.d_initial_state);
     }
-  } else if (warp < 8) {
-    Follower<C> follower{p, job, handovers[warp - 4], job.column + 16 * (warp - 4)};
-    if constexpr (kOutput) {
-      follower.run_output(ring, kProducerThreads + kReaders);
-    } else {
-      follower.run_stores();
-    }
+  } else if (warp == kTiles) {
+    produce_tiles<C>(p, maps, job, ring);
+  } else if (warp == kStores) {
+    store_parcels<C, kOutput>(p, maps, job, outbox);
   } else {
-    wgmma::give_registers<kProducerRegisters>();
-    if (warp == 8) {
-      produce_tiles<C>(p, maps, job, ring, kProducerThreads + kReaders);
-    } else {
-      produce_scalars<C>(p, job, ring, warp - 9, kProducerThreads + kReaders);
-    }
+    produce_scalars<C>(p, job, ring, warp - kScalars);
   }
 }
 
-/// False where the copy engine cannot read an operand.
+/// False where the copy engine cannot step through an operand or O.
 template <class C>
 bool describe(const Params& p, bool output, Maps& maps) {
   const auto rows = [&](CUtensorMap& map, const Rows& of, std::int64_t heads, std::int64_t width) {
     return of.data == nullptr || describe_rows(map, of, p.B, p.T, heads, width);
+  };
+  const auto matrices = [&](CUtensorMap& map, const void* data, std::int64_t of_rows, std::int64_t columns) {
+    return data == nullptr || describe_matrices(map, data, p.chunks * p.HV, of_rows, columns);
   };
   if (p.chunks == 0) return true;
   const bool operands = C::kVector ? rows(maps.erase, p.erase, p.HV, p.K) && rows(maps.write, p.write, p.HV, p.K) &&
                                          rows(maps.query, p.query, p.HV, p.K)
                                    : rows(maps.erase, p.k, p.H, p.K) && rows(maps.query, p.q, p.H, p.K);
   return operands && rows(maps.values[0], p.v, p.HV, p.V) && (output || rows(maps.values[1], p.d_o, p.HV, p.V)) &&
-         rows(maps.strength, p.w, p.HV, p.V) && describe_matrices(maps.a, p.a, p.chunks * p.HV) &&
-         describe_matrices(maps.cq, p.cq, p.chunks * p.HV);
+         rows(maps.strength, p.w, p.HV, p.V) && rows(maps.output, p.o, p.HV, p.V) &&
+         matrices(maps.a, p.a, kTile, kTile) && matrices(maps.cq, p.cq, kTile, kTile) &&
+         matrices(maps.states[0], p.state_t, p.V, p.K) && matrices(maps.rows[0], p.r_t, p.V, kTile) &&
+         matrices(maps.states[1], p.dstate_t, p.V, p.K) && matrices(maps.rows[1], p.p_t, p.V, kTile);
 }
 
 template <class C>
 constexpr int shared_bytes(int stages) {
-  return static_cast<int>(stages * sizeof(Stage<C>) + 4 * sizeof(Handover<C>));
+  return static_cast<int>(stages * sizeof(Stage<C>) + sizeof(Outbox<C>));
 }
 
 /// Whether it could launch.

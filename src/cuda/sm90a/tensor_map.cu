@@ -47,10 +47,11 @@ bool describe_rows(CUtensorMap& map, const Rows& rows, std::int64_t B, std::int6
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-bool describe_matrices(CUtensorMap& map, const void* data, std::int64_t blocks) {
+bool describe_matrices(CUtensorMap& map, const void* data, std::int64_t blocks, std::int64_t rows,
+                       std::int64_t columns) {
   // Blocks are batches, the rows of a matrix its tokens.
-  const Rows rows{const_cast<void*>(data), kTile * kTile, kTile, kTile};
-  return describe_rows(map, rows, blocks, kTile, 1, kTile);
+  const Rows tokens{const_cast<void*>(data), rows * columns, columns, columns};
+  return describe_rows(map, tokens, blocks, rows, 1, columns);
 }
 
 }  // namespace rewy::cuda::sm90a

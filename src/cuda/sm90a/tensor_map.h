@@ -12,7 +12,7 @@ namespace rewy::cuda::sm90a {
 /// or too long), or the driver has none.
 bool describe_rows(CUtensorMap&, const Rows&, std::int64_t B, std::int64_t T, std::int64_t heads, std::int64_t width);
 
-/// [blocks][64, 64] contiguous 16-bit matrices, one a tile.
-bool describe_matrices(CUtensorMap&, const void* data, std::int64_t blocks);
+/// [blocks][rows, columns] contiguous 16-bit matrices, in the same tiles.
+bool describe_matrices(CUtensorMap&, const void* data, std::int64_t blocks, std::int64_t rows, std::int64_t columns);
 
 }  // namespace rewy::cuda::sm90a
