@@ -321,9 +321,10 @@ struct Scales {
 };
 
 /// Z^T of the warp's columns and tokens 16 n to 16 n + 15, FP32, in a fragment's order; `column` is the warp's first
-/// one in the tile.
+/// one in the tile, `strength` beta where it is shared.
 template <class C>
-__device__ __forceinline__ void load_values(const Stage<C>& stage, int column, int n, float2 (&z)[4]) {
+__device__ __forceinline__ void load_values(const Stage<C>& stage, int column, int n, const Scales& strength,
+                                            float2 (&z)[4]) {
   using T = typename C::T;
   std::uint32_t v[4], w[4];
   load_a_transposed(ptx::shared_address(&stage.value[0]), 16 * n, column, v);
@@ -331,13 +332,8 @@ __device__ __forceinline__ void load_values(const Stage<C>& stage, int column, i
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float2 value = unpack<T>(v[e]);
-    float2 strength;
-    if constexpr (C::kIndependent) {
-      strength = unpack<T>(w[e]);
-    } else {
-      strength = *reinterpret_cast<const float2*>(&stage.beta[16 * n + 8 * (e / 2) + lane_column()]);
-    }
-    z[e] = {strength.x * value.x, strength.y * value.y};
+    const float2 by = C::kIndependent ? unpack<T>(w[e]) : strength.x[2 * n + e / 2];
+    z[e] = {by.x * value.x, by.y * value.y};
   }
 }
 

@@ -146,12 +146,13 @@ struct Consumer {
     Accumulator<8> acc;
     multiply_state(stage, C::kErase, acc);  // step 5: (E S)^T
     std::uint32_t x[4][4];
-    Scales scale;
+    Scales strength, scale;
+    if constexpr (!C::kIndependent) strength.load(stage.beta);
     if constexpr (!C::kVector) scale.load(stage.erase_scale);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {  // step 6
       float2 z[4];
-      load_values(stage, 16 * slab, n, z);
+      load_values(stage, 16 * slab, n, strength, z);
       subtract_from_values<T>(n, z, acc, C::kVector ? nullptr : &scale.x[2 * n], x[n]);
     }
     // Step 7: R = A X.

@@ -98,12 +98,12 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
 /// The ring's stage of a step, and the parity of its barriers' phase, step after step.
 struct Place {
   int s = 0, parity = 0;
+  /// At most as many steps as there are stages.
   __device__ __forceinline__ void advance(int stages, int steps = 1) {
     s += steps;
-    while (s >= stages) {
-      s -= stages;
-      parity ^= 1;
-    }
+    const bool wraps = s >= stages;
+    s -= wraps ? stages : 0;
+    parity ^= wraps ? 1 : 0;
   }
 };
 
@@ -160,12 +160,6 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
   }
 }
 
-/// Writes of this thread to a tile reach the copy engine, and the warp that stores is told.
-__device__ __forceinline__ void give(Parcel parcel) {
-  wgmma::publish_shared();
-  ptx::barrier_arrive(given(parcel), kParcelThreads);
-}
-
 /// The warp that has tiles stored, in the order in which the chain gives them. The last chunk of a sequence, where a
 /// box would reach into the next sequence's tokens, it copies row by row.
 template <class C, bool kOutput>
@@ -174,6 +168,7 @@ __device__ __forceinline__ void store_parcels(const Params& p, const Maps& maps,
   const int side = job.reverse ? 1 : 0;
   const auto take = [&](Parcel parcel, int step, auto&& store) {
     ptx::barrier_sync(given(parcel), kParcelThreads);
+    wgmma::publish_shared();  // what the chain wrote, to the copy engine
     store();
     __syncwarp();
     if (step + 1 < job.chunks) ptx::barrier_arrive(taken(parcel), kParcelThreads);
@@ -269,9 +264,16 @@ struct Chain {
     if constexpr (kReverse) {
       load_output_gradient(stage, column, d_o);
     } else {
+      Scales strength;
+      if constexpr (!C::kIndependent) strength.load(stage.beta);
+      if constexpr (!kVector) {
+        if constexpr (kGated)
+          erase_scale.load(stage.erase_scale);
+        else
+          erase_scale = strength;
+      }
 #pragma unroll
-      for (int n = 0; n < 4; ++n) load_values(stage, column, n, z[n]);
-      if constexpr (!kVector) erase_scale.load(stage.erase_scale);
+      for (int n = 0; n < 4; ++n) load_values(stage, column, n, strength, z[n]);
     }
     if constexpr (!kVector && kGated) decay = stage.decay[0];
   }
@@ -297,7 +299,7 @@ struct Chain {
   __device__ __forceinline__ void give_output(int step) const {
     if (step > 0) ptx::barrier_sync(taken(kOutputParcel), kParcelThreads);
     put_columns(outbox.output, output);
-    give(kOutputParcel);
+    ptx::barrier_arrive(given(kOutputParcel), kParcelThreads);
   }
 
   // What starts a product gives each fragment a group of its own: its registers may then be written while the products
@@ -331,7 +333,7 @@ struct Chain {
       for (int tile = 0; tile < C::kKeyTiles; ++tile) {
         put_rows(outbox.state[tile], reinterpret_cast<const std::uint32_t(&)[4][4]>(rounded[4 * tile]));
       }
-      give(kStateParcel);
+      ptx::barrier_arrive(given(kStateParcel), kParcelThreads);
     }
     if constexpr (kVector) {
       scale_columns(state, stage.decay);
@@ -376,7 +378,7 @@ struct Chain {
     if ((kReverse ? p.p_t : p.r_t) == nullptr) return;
     if (step > 0) ptx::barrier_sync(taken(kRowsParcel), kParcelThreads);
     put_rows(outbox.rows, rounded);
-    give(kRowsParcel);
+    ptx::barrier_arrive(given(kRowsParcel), kParcelThreads);
   }
 
   /// All of a step but the end of its last products, which are under way.
