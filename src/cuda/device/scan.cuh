@@ -46,8 +46,8 @@ struct Stage {
   alignas(16) float beta[kTile];
   float decay[C::kKeys];  ///< lambda by feature; scalar gates: element 0
   ChunkAt chunk;
-  std::uint64_t landed;  ///< Hopper: the barrier that the stage's copies report to
-  std::uint64_t free;    ///< Hopper: the barrier that its readers report to
+  // Hopper's barriers, of the stage's parts: what its copies report to, and what its readers do.
+  std::uint64_t landed[2], free[2];
 };
 
 enum Barrier : int { kFull = 1, kEmpty = kFull + kMostStages, kOfConsumers = kEmpty + kMostStages };
@@ -81,12 +81,12 @@ struct Job {
 
 /// Blocks: [sequence][value head][value columns], and with both directions those innermost.
 template <bool kOutput>
-__device__ __forceinline__ Job find_job(const Params& p, int width, int stages, bool both) {
+__device__ __forceinline__ Job find_job(const Params& p, unsigned block_index, int width, int stages, bool both) {
   Job job;
   job.stages = stages;
   job.threads = static_cast<int>(blockDim.x);
   job.width = width;
-  std::int64_t block = blockIdx.x;
+  std::int64_t block = block_index;
   job.reverse = !kOutput;
   if (both) {
     job.reverse = (block & 1) != 0;

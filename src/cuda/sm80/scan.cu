@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kProducers + 32 * kMostConsumers, 1)
     scan(const __grid_constant__ Params p, const int stages, const bool both) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int slabs = (static_cast<int>(blockDim.x) - kProducers) / (32 * kParts<C>);
-  const Job job = find_job<kOutput>(p, 16 * slabs, stages, both);
+  const Job job = find_job<kOutput>(p, blockIdx.x, 16 * slabs, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
   if (threadIdx.x < kProducers) {
     produce<C>(p, job, ring);

@@ -58,40 +58,64 @@ __device__ constexpr int taken(Parcel parcel) {
 }
 constexpr int kParcelThreads = kChainThreads + 32;
 
-/// Step 2 for a whole chunk, by one thread: announces the bytes and starts the copies.
+/// A stage is filled and freed in parts. With vector gates what the first products need is the front, free in the
+/// middle of a step: forwards E, Qg, v and the scalars, backwards Cq, dO and F. Scalar gates read k to the end: one
+/// part.
+template <class C>
+constexpr int kParts = C::kVector ? 2 : 1;
+
+/// Step 2 for a part of a whole chunk, by one thread: announces the bytes and starts the copies.
 template <class C>
 __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, const Job& job, std::int64_t slot,
-                                            const ChunkAt& at, Stage<C>& stage) {
-  hopper::Barrier& full = stage.landed;
-  const std::int64_t index = slot * p.HV + job.head;
-  const bool strength = C::kIndependent && !job.reverse;
-  const int operands = C::kKeyTiles * ((C::kVector ? 2 : 1) + (job.query ? 1 : 0));
-  const int tiles = operands + 1 + (job.query ? 1 : 0) + 1 + (strength ? 1 : 0);
-  hopper::expect_bytes(full, tiles * kTileBytes + (C::kVector ? p.K * static_cast<int>(sizeof(float)) : 0));
-  const int token = static_cast<int>(at.token);
-  const auto copy = [&](TileStorage& to, const CUtensorMap& map, int column, int head) {
-    hopper::copy_box(ptx::shared_address(&to), map, column, head, token, at.batch, full);
+                                            const ChunkAt& at, int part, Stage<C>& stage) {
+  hopper::Barrier& full = stage.landed[part];
+  const auto index = static_cast<int>(slot * p.HV + job.head);
+  const int token = static_cast<int>(at.token), head = C::kVector ? job.head : job.key_head;
+  const auto expect = [&](int tiles, int more = 0) { hopper::expect_bytes(full, tiles * kTileBytes + more); };
+  const auto copy = [&](TileStorage& to, const CUtensorMap& map, int column, int of_head) {
+    hopper::copy_box(ptx::shared_address(&to), map, column, of_head, token, at.batch, full);
   };
-  const auto features = [&](int which, const CUtensorMap& map, int head) {
+  const auto features = [&](int which, const CUtensorMap& map) {
 #pragma unroll
     for (int tile = 0; tile < C::kKeyTiles; ++tile) copy(stage.operand[which + tile], map, tile * kTile, head);
   };
-  const int head = C::kVector ? job.head : job.key_head;
-  features(job.reverse ? C::kWrite : C::kErase, job.reverse && C::kVector ? maps.write : maps.erase, head);
   const auto matrix = [&](TileStorage& to, const CUtensorMap& map) {
-    hopper::copy_box(ptx::shared_address(&to), map, 0, 0, 0, static_cast<int>(index), full);
+    hopper::copy_box(ptx::shared_address(&to), map, 0, 0, 0, index, full);
   };
-  if (job.query) matrix(stage.cq, maps.cq);
-  copy(stage.value[0], maps.values[job.reverse ? 1 : 0], job.column, job.head);
-  if constexpr (C::kIndependent) {
-    if (strength) copy(stage.value[1], maps.strength, job.column, job.head);
+  constexpr bool kBoth = kParts<C> == 1;
+  const int operands = C::kKeyTiles;
+  if (kBoth || part == 0) {
+    const int decay = C::kVector ? p.K * static_cast<int>(sizeof(float)) : 0;
+    if (job.reverse) {
+      expect(operands + 2 + (kBoth ? operands + 1 : 0), decay);
+      features(C::kWrite, C::kVector ? maps.write : maps.erase);
+      matrix(stage.cq, maps.cq);
+      copy(stage.value[0], maps.values[1], job.column, job.head);
+    } else {
+      const int queries = job.query ? operands : 0;
+      expect(operands + queries + C::kValueTiles + (kBoth ? 1 + (job.query ? 1 : 0) : 0), decay);
+      features(C::kErase, maps.erase);
+      copy(stage.value[0], maps.values[0], job.column, job.head);
+      if constexpr (C::kIndependent) copy(stage.value[1], maps.strength, job.column, job.head);
+      if (job.query) features(C::kQuery, maps.query);
+    }
+    if constexpr (C::kVector) {
+      hopper::copy_bytes(ptx::shared_address(stage.decay), p.decay + static_cast<std::int64_t>(index) * p.K, decay,
+                         full);
+    }
   }
-  matrix(stage.a, maps.a);
-  if (job.query) features(C::kQuery, maps.query, head);
-  if constexpr (C::kVector) {
-    features(job.reverse ? C::kErase : C::kWrite, job.reverse ? maps.erase : maps.write, head);
-    hopper::copy_bytes(ptx::shared_address(stage.decay), p.decay + index * p.K, p.K * static_cast<int>(sizeof(float)),
-                       full);
+  if (kBoth || part == 1) {
+    if (job.reverse) {
+      if constexpr (!kBoth) expect(2 * operands + 1);
+      matrix(stage.a, maps.a);
+      features(C::kQuery, maps.query);
+      if constexpr (C::kVector) features(C::kErase, maps.erase);
+    } else {
+      if constexpr (!kBoth) expect(operands + 1 + (job.query ? 1 : 0));
+      matrix(stage.a, maps.a);
+      if constexpr (C::kVector) features(C::kWrite, maps.write);
+      if (job.query) matrix(stage.cq, maps.cq);
+    }
   }
 }
 
@@ -107,10 +131,10 @@ struct Place {
   }
 };
 
-/// Step 1: the stage has been read.
+/// Step 1: the stage's part has been read.
 template <class C>
-__device__ __forceinline__ void wait_until_free(const Job& job, int step, const Place& at, Stage<C>& stage) {
-  if (step >= job.stages) hopper::wait(stage.free, at.parity ^ 1);
+__device__ __forceinline__ void wait_until_free(const Job& job, int step, const Place& at, int part, Stage<C>& stage) {
+  if (step >= job.stages) hopper::wait(stage.free[part], at.parity ^ 1);
 }
 
 /// Steps 1, 2 and 4: the warp that has the operands brought.
@@ -121,16 +145,23 @@ __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps,
   for (int step = 0; step < job.chunks; ++step) {
     Stage<C>& stage = stages[place.s];
     const ChunkAt at = job.chunk(p, step);
-    wait_until_free(job, step, place, stage);
     if (at.tokens == kTile) {
-      if (hopper::elect()) start_tiles<C>(p, maps, job, job.slot(step), at, stage);
+#pragma unroll
+      for (int part = 0; part < kParts<C>; ++part) {
+        wait_until_free(job, step, place, part, stage);
+        if (hopper::elect()) start_tiles<C>(p, maps, job, job.slot(step), at, part, stage);
+        __syncwarp();
+        hopper::arrive(stage.landed[part]);
+      }
     } else {
+#pragma unroll
+      for (int part = 0; part < kParts<C>; ++part) wait_until_free(job, step, place, part, stage);
       copies.start(job.slot(step), at, stage);
       ptx::copy_wait<0>();
       wgmma::publish_shared();
+#pragma unroll
+      for (int part = 0; part < kParts<C>; ++part) hopper::arrive(stage.landed[part]);
     }
-    __syncwarp();
-    hopper::arrive(stage.landed);
     place.advance(job.stages);
   }
 }
@@ -152,9 +183,9 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
     if constexpr (kScalars) {
       if (step + kScalarWarps < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + kScalarWarps));
     }
-    wait_until_free(job, step, place, stage);
+    wait_until_free(job, step, place, kParts<C> - 1, stage);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
-    hopper::arrive(stage.landed);
+    hopper::arrive(stage.landed[0]);
     raw = next;
     place.advance(job.stages, kScalarWarps);
   }
@@ -382,7 +413,7 @@ struct Chain {
   }
 
   /// All of a step but the end of its last products, which are under way.
-  __device__ __forceinline__ void start_step_forward(int step, const Stage<C>& stage, Products& o) {
+  __device__ __forceinline__ void start_step_forward(int step, Stage<C>& stage, Products& o) {
     const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
     constexpr bool kScaled = !kVector && kGated;
     Products es, r;
@@ -402,6 +433,7 @@ struct Chain {
       wgmma::hold(o);
       scale_output(p, stage, o);
     }
+    if constexpr (kParts < C >> 1) hopper::arrive(stage.free[0]);
     Scales write_scale;
     if constexpr (kScaled) write_scale.load(stage.write_scale);
     wgmma::wait<0>();
@@ -419,7 +451,7 @@ struct Chain {
     give_rows(step, rounded);
   }
 
-  __device__ __forceinline__ void start_step_reverse(int step, const Stage<C>& stage) {
+  __device__ __forceinline__ void start_step_reverse(int step, Stage<C>& stage) {
     const std::uint32_t base = wgmma::lower_word(ptx::shared_address(&stage));
     // Step 10: dR = Cq^T dO + F dS. Scalar gates scale the second half before the two are added.
     Products d_r, from_state, sensitivity;
@@ -435,6 +467,7 @@ struct Chain {
     wgmma::wait<0>();
     wgmma::hold(d_r);
     if constexpr (!kVector) wgmma::hold(from_state);
+    if constexpr (kParts < C >> 1) hopper::arrive(stage.free[0]);
     std::uint32_t x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // step 11: P = A^T dR
@@ -475,18 +508,18 @@ struct Chain {
     give_rows(step, x);
   }
 
-  /// `initial` and `last`: the state, or its gradient, that enters and that leaves, where there is one.
-  __device__ __forceinline__ void run(Stage<C>* stages, const States& initial, const States& last) {
-    const int first = job.column + column;
-    load_state(initial, job.sequence, job.head, 0, first, p.K, p.V, state);
+  /// Starts with the state, or its gradient, that enters the sequence, where there is one.
+  __device__ __forceinline__ void run(Stage<C>* stages, const States& initial) {
+    load_state(initial, job.sequence, job.head, 0, job.column + column, p.K, p.V, state);
     if constexpr (kReverse) rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
     Place place;
     if (job.chunks > 0) {
-      hopper::wait(stages[0].landed, 0);
+      hopper::wait(stages[0].landed[0], 0);
       load(stages[0]);
     }
     for (int step = 0; step < job.chunks; ++step) {
       Stage<C>& stage = stages[place.s];
+      if constexpr (kParts < C >> 1) hopper::wait(stage.landed[1], place.parity);
       wgmma::wait<0>();  // nothing is under way: said here, it keeps ptxas from waiting before each product
       wgmma::hold(state);
       Products o;
@@ -496,19 +529,23 @@ struct Chain {
         start_step_forward(step, stage, o);
       }
       place.advance(job.stages);
-      if (step + 1 < job.chunks) hopper::wait(stages[place.s].landed, place.parity);
+      if (step + 1 < job.chunks) hopper::wait(stages[place.s].landed[0], place.parity);
       load(stages[place.s]);  // beside the products; behind the last step it is not used
       wgmma::wait<0>();
       wgmma::hold(state);
-      hopper::arrive(stage.free);
+      hopper::arrive(stage.free[kParts<C> - 1]);
       if constexpr (kOutput) {
         wgmma::hold(o);
         to_fragments<T>(o, output);
       }
     }
     if (kOutput && job.chunks > 0) give_output(job.chunks - 1);
-    if constexpr (kReverse) rescale_gradient<C>(job, p.scale_rest, state);
-    store_state_fp32(last, job.sequence, job.head, 0, first, p.K, p.V, state);
+  }
+
+  /// What leaves it. The block's place is found again, so that no register keeps it through the loop.
+  __device__ __forceinline__ void finish(const States& last, const Job& again) {
+    if constexpr (kReverse) rescale_gradient<C>(again, p.scale_rest, state);
+    store_state_fp32(last, again.sequence, again.head, 0, again.column + column, p.K, p.V, state);
   }
 };
 
@@ -516,14 +553,15 @@ template <class C, bool kOutput>
 __global__ void __launch_bounds__(kThreads, 1)
     scan(const __grid_constant__ Params p, const __grid_constant__ Maps maps, const int stages, const bool both) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const Job job = find_job<kOutput>(p, kWidth, stages, both);
+  const Job job = find_job<kOutput>(p, blockIdx.x, kWidth, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
   auto& outbox = *reinterpret_cast<Outbox<C>*>(ring + stages);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
-      hopper::initialise(ring[s].landed, 2 * 32);  // the warps of the tiles and of the scalars
-      hopper::initialise(ring[s].free, kChainThreads);
+      hopper::initialise(ring[s].landed[0], 2 * 32);  // the warps of the tiles and of the scalars
+      hopper::initialise(ring[s].landed[1], 32);
+      for (int part = 0; part < 2; ++part) hopper::initialise(ring[s].free[part], kChainThreads);
     }
     hopper::publish_barriers();
   }
@@ -538,7 +576,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kTiles) {
     const auto run = [&]<bool kReverse, bool kGated>(const States& initial, const States& last) {
       Chain<C, kOutput, kReverse, kGated> chain{p, job, outbox, 16 * warp, {}, {}, {}, {}, {}, {}};
-      chain.run(ring, initial, last);
+      chain.run(ring, initial);
+      chain.finish(last, find_job<kOutput>(p, fresh(static_cast<int>(blockIdx.x)), kWidth, stages, both));
     };
     const auto run_gated = [&]<bool kReverse>(const States& initial, const States& last) {
       if (is_gated<C>(p)) {
