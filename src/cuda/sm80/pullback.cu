@@ -62,7 +62,9 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : kResidentBlocks) pull
       prepare_scalar<C>(p, job, head, shared);
     }
     Sums sums;
-    multiply_values<C>(p, job, head, feature, shared, sums);
+    multiply_values<C>(p, job, head, feature, shared, sums, [&] {
+      if constexpr (!C::kVector) make_erase_operand<C>(shared);
+    });
     __syncthreads();
     if constexpr (C::kVector) {
       store_matrices_vector<C>(p, sums, shared);
@@ -72,12 +74,11 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 1 : kResidentBlocks) pull
       finish_vector<C>(p, same, same.key_head * same.group + member, same.tile * kTile, shared, group);
     } else {
       store_matrices<C>(p, sums, shared);
-      make_erase_operand<C>(shared);
       __syncthreads();
       finish_scalar<C>(p, job, feature, shared, sums, group);
     }
     if constexpr (!C::kIndependent) {
-      __syncthreads();
+      if constexpr (C::kVector) __syncthreads();
       // The job again, rather than in registers through the products.
       const Job same = find_job<kGrouped>(p, static_cast<unsigned>(fresh(static_cast<int>(blockIdx.x))));
       RowSums* sums_to = row_sums(p, same, same.key_head * same.group + member);

@@ -56,7 +56,6 @@ struct ScalarGateStorage {
   float inside[kBlocks][kBlock][kBlock];  ///< decay from token j to i of one block
   float from_block[kTile];                ///< from the block's start, this token's included
   float to_block_end[kTile];              ///< of the tokens after this one
-  float between[kBlocks][kBlocks];        ///< of the whole blocks between two
   float from_start[kTile], to_end[kTile];
 };
 
@@ -147,6 +146,23 @@ __device__ __forceinline__ void copy_value_tiles(const Params& p, const Job& job
   ptx::copy_commit();
 }
 
+/// A tile as rows of one head from column `first` on, in 16-byte pieces, where the rows are wanted.
+template <class T>
+__device__ __forceinline__ void store_tile(const TileStorage& tile, const Rows& rows, const ChunkAt& at, int head,
+                                           int first, int columns) {
+  if (rows.data == nullptr) return;
+  const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 8;
+  T* to = row_pointer<T>(rows, at.batch, at.token + row, head) + first + column;
+  const int left = first + column < columns ? at.tokens - row : 0;
+#pragma unroll
+  for (int i = 0; i < kTile; i += kThreads / 8) {
+    if (i < left) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile.bytes + tile_offset(row + i, column));
+    }
+    to += kThreads / 8 * rows.token;
+  }
+}
+
 /// dV = w P, dw = v P and, of shared strengths, <v, P> by token: a block of its own, so that the others' registers and
 /// their first tile are spared it. Tiles are rewritten where they lie and stored in 16-byte pieces.
 template <class C, class Shared>
@@ -167,17 +183,7 @@ __device__ __forceinline__ void pull_back_values(const Params& p, const Job& job
                           job.at.tokens, p.V - value);
     };
     const auto store = [&](const TileStorage& tile, const Rows& rows) {
-      if (rows.data == nullptr) return;
-      const int row = static_cast<int>(threadIdx.x) / 8, column = static_cast<int>(threadIdx.x) % 8 * 8;
-      T* to = row_pointer<T>(rows, job.at.batch, job.at.token + row, head) + value + column;
-      const int left = value + column < p.V ? job.at.tokens - row : 0;
-#pragma unroll
-      for (int i = 0; i < kTile; i += kThreads / 8) {
-        if (i < left) {
-          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile.bytes + tile_offset(row + i, column));
-        }
-        to += kThreads / 8 * rows.token;
-      }
+      store_tile<T>(tile, rows, job.at, head, value, p.V);
     };
     __syncthreads();  // the last tiles have been stored
     copy_tile<kThreads>(ptx::shared_address(&sensitivity), static_cast<const T*>(p.p_t) + (index * p.V + value) * kTile,
@@ -228,10 +234,10 @@ __device__ __forceinline__ void pull_back_values(const Params& p, const Job& job
   }
 }
 
-/// Steps 1 to 3: every product over the value columns.
-template <class C, class Shared>
+/// Steps 1 to 3: every product over the value columns. when_landed() is called once the operands are there.
+template <class C, class Shared, class Fn>
 __device__ __forceinline__ void multiply_values(const Params& p, const Job& job, int head, int feature, Shared& shared,
-                                                Sums& sums) {
+                                                Sums& sums, Fn&& when_landed) {
   using T = typename C::T;
   const Place at = place();
   sums.query.clear(), sums.erase.clear(), sums.write.clear(), sums.hq.clear(), sums.d.clear();
@@ -244,6 +250,7 @@ __device__ __forceinline__ void multiply_values(const Params& p, const Job& job,
     }
     ptx::copy_wait<0>();
     __syncthreads();
+    if (value == 0) when_landed();
     const ValueTiles& tiles = shared.value;
     const std::uint32_t state = ptx::shared_address(&tiles.state_t), dstate = ptx::shared_address(&tiles.dstate_t);
     const std::uint32_t d_o = ptx::shared_address(&tiles.d_o);

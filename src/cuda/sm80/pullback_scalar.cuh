@@ -22,13 +22,14 @@ __device__ __forceinline__ void prepare_scalar(const Params& p, const Job& job, 
       shared.beta[first + e] = shared_strength(p, job.at, head, first + e);
     }
     if (thread == 0) shared.decay[0] = d.total;
-  } else if (thread >= 64 && thread < 128) {
+  } else if (p.g.data != nullptr && thread >= 64 && thread < 128) {
     // One column j of a block: products from j + 1 on.
     const int j = thread - 64, block = j / kBlock, first = block * kBlock;
+    const float own = scalar_decay(p, job.at, head, j);
     float product = 1.0f, from_block = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const float decay = scalar_decay(p, job.at, head, first + i);
+      const float decay = __shfl_sync(~0u, own, (thread & kBlock) + i);
       if (first + i > j) product *= decay;
       if (first + i <= j) from_block *= decay;
       gate.inside[block][i][j - first] = product;
@@ -36,21 +37,7 @@ __device__ __forceinline__ void prepare_scalar(const Params& p, const Job& job, 
     gate.from_block[j] = from_block;
     gate.to_block_end[j] = product;
   }
-  __syncthreads();
-  if (thread < kBlocks * kBlocks) {
-    const int i = thread / kBlocks, j = thread % kBlocks;
-    float product = 1.0f;
-    for (int block = j + 1; block < i; ++block) product *= gate.from_block[block * kBlock + kBlock - 1];
-    gate.between[i][j] = product;
-  }
   // A barrier follows before the first use.
-}
-
-/// The decay from token j to token i >= j.
-__device__ __forceinline__ float ratio(const ScalarGateStorage& gate, int i, int j) {
-  const int bi = i / kBlock, bj = j / kBlock;
-  if (bi == bj) return gate.inside[bi][i % kBlock][j % kBlock];
-  return gate.from_block[i] * gate.between[bi][bj] * gate.to_block_end[j];
 }
 
 /// Step 0 of a tile: q and k as they lie, and the erase vectors beta k.
@@ -66,30 +53,46 @@ __device__ __forceinline__ void stage_operands(const Params& p, const Job& job, 
   copy(shared.operand[1], p.k);
 }
 
-/// Step 4: Hq and D, masked and decayed.
+/// factor * x, 0 where the factor is 0 whatever x is: sums above the diagonal may be anything.
+__device__ __forceinline__ float masked(float factor, float x) {
+  return factor == 0.0f ? 0.0f : factor * x;
+}
+
+/// Step 4: Hq and D, masked and decayed. A warp's columns are of two blocks: one decay from the row's block to the
+/// column's, or inside the block, or none.
 template <class C, class Shared>
 __device__ __forceinline__ void store_matrices(const Params& p, const Sums& sums, Shared& shared) {
   using T = typename C::T;
   const Place at = place();
+  const ScalarGateStorage& gate = shared.gate;
+  const int row_block = at.row / kBlock;
+  const bool gated = p.g.data != nullptr;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
+    const int j = at.column + 8 * n + lane_column(), column_block = (at.column + 8 * n) / kBlock;
+    float between = 1.0f;  // decay of the whole blocks between the two
+    for (int block = column_block + 1; gated && block < row_block; ++block) {
+      between *= gate.from_block[block * kBlock + kBlock - 1];
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = at.row + lane_row() + 8 * half;
-      const int j = at.column + 8 * n + lane_column();
-      float hq[2], d[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        hq[e] = d[e] = 0.0f;
-        if (j + e == i) shared.hq_diagonal[i] = p.scale * sums.hq.c[n][2 * half + e];
-        if (j + e < i) {
-          const float decay = ratio(shared.gate, i, j + e);
-          hq[e] = p.scale * decay * sums.hq.c[n][2 * half + e];
-          d[e] = -decay * sums.d.c[n][2 * half + e];
-        }
+      float2 decay = {1.0f, 1.0f};
+      if (gated && column_block < row_block) {
+        const float2 to_end = *reinterpret_cast<const float2*>(&gate.to_block_end[j]);
+        const float from_end = gate.from_block[i] * between;
+        decay = {from_end * to_end.x, from_end * to_end.y};
+      } else if (gated && column_block == row_block) {
+        decay = *reinterpret_cast<const float2*>(&gate.inside[row_block][i % kBlock][j % kBlock]);
       }
-      store_halves<T>(shared.matrix.hq_high, shared.matrix.hq_low, i, j, hq[0], hq[1]);
-      store_halves<T>(shared.matrix.d_high, shared.matrix.d_low, i, j, d[0], d[1]);
+      const float hq[2] = {sums.hq.c[n][2 * half], sums.hq.c[n][2 * half + 1]};
+      if (j == i) shared.hq_diagonal[i] = p.scale * hq[0];
+      if (j + 1 == i) shared.hq_diagonal[i] = p.scale * hq[1];
+      decay = {j < i ? decay.x : 0.0f, j + 1 < i ? decay.y : 0.0f};
+      store_halves<T>(shared.matrix.hq_high, shared.matrix.hq_low, i, j, masked(p.scale * decay.x, hq[0]),
+                      masked(p.scale * decay.y, hq[1]));
+      store_halves<T>(shared.matrix.d_high, shared.matrix.d_low, i, j, masked(-decay.x, sums.d.c[n][2 * half]),
+                      masked(-decay.y, sums.d.c[n][2 * half + 1]));
     }
   }
 }
@@ -98,12 +101,15 @@ __device__ __forceinline__ void store_matrices(const Params& p, const Sums& sums
 template <class C, class Shared>
 __device__ __forceinline__ void make_erase_operand(Shared& shared) {
   using T = typename C::T;
-  for (int word = threadIdx.x; word < kTile * kTile / 2; word += kThreads) {
-    const int row = word / 32;
-    const std::uint32_t offset = tile_offset(row, 2 * (word % 32));
-    const float2 k = unpack<T>(*reinterpret_cast<const std::uint32_t*>(shared.operand[1].bytes + offset));
-    *reinterpret_cast<std::uint32_t*>(shared.operand[2].bytes + offset) =
-        pack<T>(shared.beta[row] * k.x, shared.beta[row] * k.y);
+#pragma unroll
+  for (int piece = threadIdx.x; piece < kTileBytes / 16; piece += kThreads) {
+    const float beta = shared.beta[piece / 8];  // pieces keep to their rows, in whatever order
+    uint4 x = reinterpret_cast<const uint4*>(shared.operand[1].bytes)[piece];
+    for (std::uint32_t* pair : {&x.x, &x.y, &x.z, &x.w}) {
+      const float2 k = unpack<T>(*pair);
+      *pair = pack<T>(beta * k.x, beta * k.y);
+    }
+    reinterpret_cast<uint4*>(shared.operand[2].bytes)[piece] = x;
   }
 }
 
@@ -143,6 +149,7 @@ __device__ __forceinline__ void finish_scalar(const Params& p, const Job& job, i
       multiply_block<T, true>(m.d_high, m.d_low, other, at.row, shared.operand[2], at.column, keys);
     }
   }
+  __syncthreads();  // the operands have been read
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = at.row + lane_row() + 8 * half;
@@ -167,16 +174,9 @@ __device__ __forceinline__ void finish_scalar(const Params& p, const Job& job, i
         write_sum += ke * d_write;
         strength_sum += ke * d_erase;
       }
-      if (group.last() && i < job.at.tokens && feature + c < p.K) {
-        const std::int64_t token = job.at.token + i;
-        if (p.dq.data != nullptr) {
-          *reinterpret_cast<std::uint32_t*>(row_pointer<T>(p.dq, job.at.batch, token, job.key_head) + feature + c) =
-              pack<T>(dq[0], dq[1]);
-        }
-        if (p.dk.data != nullptr) {
-          *reinterpret_cast<std::uint32_t*>(row_pointer<T>(p.dk, job.at.batch, token, job.key_head) + feature + c) =
-              pack<T>(dk[0], dk[1]);
-        }
+      if (group.last()) {  // where q and k lay
+        *reinterpret_cast<std::uint32_t*>(shared.operand[0].bytes + offset) = pack<T>(dq[0], dq[1]);
+        *reinterpret_cast<std::uint32_t*>(shared.operand[1].bytes + offset) = pack<T>(dk[0], dk[1]);
       }
     }
     const auto quad_sum = [](float x) {
@@ -190,6 +190,11 @@ __device__ __forceinline__ void finish_scalar(const Params& p, const Job& job, i
       shared.rows.write[side][i] = write_sum;
       shared.rows.strength[side][i] = strength_sum;
     }
+  }
+  __syncthreads();
+  if (group.last()) {
+    store_tile<T>(shared.operand[0], p.dq, job.at, job.key_head, feature, p.K);
+    store_tile<T>(shared.operand[1], p.dk, job.at, job.key_head, feature, p.K);
   }
 }
 
