@@ -11,8 +11,8 @@ bench/time_fla.py's, in a process of its own run by --python, whose PYTHONPATH, 
 this command's: see there for what it needs and what --fla-times-only means. The file is written after each section, so
 that what was measured stays.
 
---kernels adds times by kernel: a JSON list of {op, direction, kernel, us}, or OP:DIRECTION:FILE with the CSV of
-`nsys stats -r cuda_gpu_kern_sum --format csv` or of `ncu --csv` run on one call of (1, 8192, 16).
+Times by kernel, of one forward and one backward call of (1, 8192, 16), are Nsight Compute's (`ncu`), where it is found
+and may read the GPU's counters. The profiler runs kernels one by one, so that they add up to a little more than a call.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -263,24 +264,34 @@ def short_kernel(name):
     return re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].strip()
 
 
-def read_kernels(argument):
-    """Rows {op, direction, kernel, us} from a JSON list or a profiler's CSV; a kernel launched twice counts twice."""
-    if argument.endswith(".json") and ":" not in argument:
-        return json.loads(pathlib.Path(argument).read_text())
-    op, direction, path = argument.split(":", 2)
-    lines = pathlib.Path(path).read_text().splitlines()
-    head = next(i for i, line in enumerate(lines) if "Kernel Name" in line or line.rstrip('" ').endswith("Name"))
-    times = {}
-    to_us = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
-    for row in csv.DictReader(lines[head:]):
-        if "Kernel Name" in row:  # ncu
-            if row.get("Metric Name") not in ("Duration", "gpu__time_duration.sum"):
-                continue
-            name, us = row["Kernel Name"], float(row["Metric Value"].replace(",", "")) * to_us[row["Metric Unit"]]
-        else:  # nsys: an average of many calls
-            name, us = row["Name"], float(row["Avg (ns)"].replace(",", "")) * 1e-3
-        times[short_kernel(name)] = times.get(short_kernel(name), 0) + us
-    return [{"op": op, "direction": direction, "kernel": kernel, "us": us} for kernel, us in times.items()]
+def measure_kernels(a, save):
+    """Rows {op, direction, kernel, us}: the forward call before a backward, and the backward."""
+    if shutil.which("ncu") is None:
+        print("no ncu: times by kernel are left as they were")
+        return
+    B, T, H = BARS
+    rows = []
+    for op in OPERATORS:
+        problem = f"op={op} B={B} T={T} H={H} K=128 V=128 dtype=bf16 strength_dtype=bf16 h0=1 dht=1"
+        command = ["ncu", "--csv", "--clock-control", "none", "--metrics", "gpu__time_duration.sum", "--launch-count", "8",
+                   a.rewy, "bench", problem, "--device", "cuda", "--direction", "bwd", "--repeats", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        lines = done.stdout.splitlines()
+        head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+        if head is None:
+            print("ncu measured nothing: " + (lines[-1] if lines else f"status {done.returncode}"))
+            return
+        to_us = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3}
+        times = [(short_kernel(row["Kernel Name"]), float(row["Metric Value"].replace(",", "")) * to_us[row["Metric Unit"]])
+                 for row in csv.DictReader(lines[head:])]
+        # The forward call ends with its scan; the backward with the pullback and its sums, before kernels come again.
+        names = [name for name, _ in times]
+        forward = names.index("scan") + 1
+        pullback = names.index("pullback", forward) + 1
+        backward = pullback + (names[pullback:pullback + 1] == ["pullback_sums"])
+        rows += [{"op": op, "direction": "fwd", "kernel": name, "us": us} for name, us in times[:forward]]
+        rows += [{"op": op, "direction": "bwd", "kernel": name, "us": us} for name, us in times[forward:backward]]
+    save(rows)
 
 
 def main():
@@ -295,29 +306,22 @@ def main():
     parser.add_argument("--fla-seconds", type=float, default=200, help="start nothing of FLA's after this long")
     parser.add_argument("--no-large", action="store_true", help="FLA: only the six shapes of the comparison")
     parser.add_argument("--quick", action="store_true", help="five observations, to try the script")
-    parser.add_argument("--kernels", action="append", default=[], help="times by kernel, see above; may be repeated")
     parser.add_argument("--render", metavar="JSON", help="measure nothing: tables and charts of this file")
     parser.add_argument("--write", help="document that takes the tables between its markers")
     parser.add_argument("--figures", default=str(ROOT / "docs/figures"), help="folder of the charts")
     a = parser.parse_args()
-    kernels = [row for argument in a.kernels for row in read_kernels(argument)]
     if a.render:
-        path = pathlib.Path(a.render)
-        results = json.loads(path.read_text())
-        if kernels:
-            results["kernels"] = kernels
-            results = assemble(results)
-            path.write_text(json.dumps(results, indent=1) + "\n")
+        results = json.loads(pathlib.Path(a.render).read_text())
     else:
         if os.sep in a.rewy:
             a.rewy = str(pathlib.Path(a.rewy).resolve())
         target = [pathlib.Path(a.out)] if a.out else []
-        parts = {"kernels": kernels} if kernels else {}
+        parts = {}
 
         def save(name, part):
             parts[name] = part
             if not target:
-                gpu = (part.get("machine") or part["versions"])["gpu"]
+                gpu = (part.get("machine") or part["versions"])["gpu"]  # what comes first is never the kernels
                 target.append(ROOT / "results" / file_name(gpu))
             old = json.loads(target[0].read_text()) if target[0].exists() else {}
             kept = {key: old[key] for key in ("rewy", "fla", "kernels") if key in old and key not in parts}
@@ -326,6 +330,8 @@ def main():
 
         if a.only != "fla":
             measure_rewy(a, lambda part: save("rewy", part))
+            if not a.match:
+                measure_kernels(a, lambda part: save("kernels", part))
         if a.only != "rewy":
             measure_fla(a, lambda part: save("fla", part))
         print("wrote", target[0])

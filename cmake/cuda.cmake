@@ -1,10 +1,11 @@
 # Which CUDA compiler serves, and what it compiles for. C++20 needs nvcc 12.0.
 set(rewy_least_nvcc 12.0)
 
-# Machine code for Ampere and Hopper, and PTX, which later GPUs compile: from nvcc 12.8 on with Blackwell's 12.x.
+# Machine code for Ampere and Hopper, and PTX, which later GPUs compile: from nvcc 12.8 on also machine code for
+# Blackwell's 12.x.
 function(rewy_default_architectures nvcc_version out)
   if(nvcc_version VERSION_GREATER_EQUAL 12.8)
-    set(${out} 80-real 90a-real 120 PARENT_SCOPE)
+    set(${out} 80-real 90a-real 90-virtual 120-real PARENT_SCOPE)
   else()
     set(${out} 80-real 90a-real 90-virtual PARENT_SCOPE)
   endif()
