@@ -1,16 +1,13 @@
 // The scans over chunks with warpgroup products (docs/kernels/scan.md). The algorithm is that of sm80/scan.cu:
 // everything transposed, value columns as rows, the accumulators of one product being the left operand of the next.
 //
-// Here one warpgroup holds 64 value columns and all features: 64 rows are what wgmma multiplies at once, with each
-// operand read from shared memory once for all four warps. In mma.sync's form every warp reads every operand, and
-// shared memory is what the step waits for.
-//
-// Two producer warps. One has whole chunks brought as tiles by the copy engine (TMA), one instruction each, which
-// report to the stage's barrier; the chunk that ends a sequence it copies row by row, zeros behind its last token. The
-// other makes the scalars: with both in one, the consumers wait for it.
+// Here one warpgroup, the chain, holds 64 value columns and all features: 64 rows are what wgmma multiplies at once,
+// with each operand read from shared memory once for all four warps. In mma.sync's form every warp reads every operand,
+// and shared memory is what the step waits for.
 //
 // A step waits for three products, each needing the last: E S, R = A X, F^T R (backwards F dS, P = A^T dR, E^T P). What
-// does not need the last one runs beside it: Qg S, Cq^T dO, Qg^T dO, the decay of the state.
+// does not need the last one runs beside it: Qg S, Cq R, Cq^T dO, Qg^T dO, the decay of the state. Copies in and out,
+// and the scalars, are other warps' work.
 #include "cuda/sm90a/scan.h"
 
 #include "cuda/check.h"
