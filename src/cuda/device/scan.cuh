@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "cuda/device/chunk.cuh"
-#include "cuda/kernels.h"
+#include "cuda/traits.h"
 
 namespace rewy::cuda::scans {
 
@@ -427,20 +427,11 @@ __device__ __forceinline__ void store_output(const Params& p, const Job& job, co
 /// Calls fn with the config of a call; kMostKeys bounds what its architecture has instances for.
 template <int kMostKeys, class Fn>
 void with_config(std::int64_t K, const Kind& kind, Fn&& fn) {
-  const auto with_keys = [&]<class T, Gate kGate, Strength kStrength>() {
+  with_traits(kind, [&]<class T, Gate kGate, Strength kStrength>() {
     if (K <= 64) return fn.template operator()<ScanConfig<T, kGate, kStrength, 64>>();
     if (K <= 128) return fn.template operator()<ScanConfig<T, kGate, kStrength, 128>>();
     if constexpr (kMostKeys > 128) fn.template operator()<ScanConfig<T, kGate, kStrength, 256>>();
-  };
-  const auto with_traits = [&]<class T>() {
-    if (strength_of(kind.op) == Strength::kIndependent) {
-      return with_keys.template operator()<T, Gate::kVector, Strength::kIndependent>();
-    }
-    if (gate_of(kind.op) == Gate::kVector) return with_keys.template operator()<T, Gate::kVector, Strength::kShared>();
-    return with_keys.template operator()<T, Gate::kScalar, Strength::kShared>();
-  };
-  if (kind.dtype == DType::kBF16) return with_traits.template operator()<ptx::BFloat>();
-  return with_traits.template operator()<ptx::Half>();
+  });
 }
 
 }  // namespace rewy::cuda::scans

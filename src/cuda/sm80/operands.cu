@@ -13,7 +13,7 @@
 // Steps as numbered in docs/kernels/operands.md.
 #include "cuda/check.h"
 #include "cuda/device/chunk.cuh"
-#include "cuda/kernels.h"
+#include "cuda/traits.h"
 
 namespace rewy::cuda {
 namespace {
@@ -166,25 +166,14 @@ void launch(const Params& p, cudaStream_t stream) {
   check_launch("operands");
 }
 
-template <class T>
-void launch_operator(const Params& p, Operator op, cudaStream_t stream) {
-  switch (op) {
-    case Operator::kDeltaNet:
-    case Operator::kGdn: return;  // k and q serve as they lie, the decays scale rows of the products
-    case Operator::kKda: return launch<Config<T, Strength::kShared>>(p, stream);
-    case Operator::kGdn2: return launch<Config<T, Strength::kIndependent>>(p, stream);
-  }
-}
-
 }  // namespace
 
 void launch_operands(const Params& p, const Kind& kind, cudaStream_t stream) {
   if (p.chunks == 0 || p.HV == 0) return;
-  if (kind.dtype == DType::kBF16) {
-    launch_operator<ptx::BFloat>(p, kind.op, stream);
-  } else {
-    launch_operator<ptx::Half>(p, kind.op, stream);
-  }
+  with_traits(kind, [&]<class T, Gate kGate, Strength kStrength>() {
+    // With scalar gates k and q serve as they lie, the decays scale rows of the products.
+    if constexpr (kGate == Gate::kVector) launch<Config<T, kStrength>>(p, stream);
+  });
 }
 
 }  // namespace rewy::cuda

@@ -19,7 +19,7 @@
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/triangular.cuh"
 #include "cuda/device/vector_operands.cuh"
-#include "cuda/kernels.h"
+#include "cuda/traits.h"
 
 namespace rewy::cuda {
 namespace {
@@ -402,25 +402,11 @@ void launch(const Params& p, cudaStream_t stream) {
   check_launch("prepare");
 }
 
-template <class T>
-void launch_operator(const Params& p, Operator op, cudaStream_t stream) {
-  switch (op) {
-    case Operator::kDeltaNet:
-    case Operator::kGdn: return launch<Config<T, Gate::kScalar, Strength::kShared>>(p, stream);
-    case Operator::kKda: return launch<Config<T, Gate::kVector, Strength::kShared>>(p, stream);
-    case Operator::kGdn2: return launch<Config<T, Gate::kVector, Strength::kIndependent>>(p, stream);
-  }
-}
-
 }  // namespace
 
 void launch_prepare(const Params& p, const Kind& kind, const DeviceLimits&, cudaStream_t stream) {
   if (p.chunks == 0 || p.HV == 0) return;
-  if (kind.dtype == DType::kBF16) {
-    launch_operator<ptx::BFloat>(p, kind.op, stream);
-  } else {
-    launch_operator<ptx::Half>(p, kind.op, stream);
-  }
+  with_traits(kind, [&]<class T, Gate kGate, Strength kStrength>() { launch<Config<T, kGate, kStrength>>(p, stream); });
 }
 
 }  // namespace rewy::cuda

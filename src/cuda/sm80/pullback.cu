@@ -177,20 +177,8 @@ void launch(const Params& p, cudaStream_t stream) {
 
 template <class Fn>
 void with_config(const Kind& kind, Fn&& fn) {
-  const auto with_type = [&]<class T>() {
-    if (strength_of(kind.op) == Strength::kIndependent) {
-      fn.template operator()<Config<T, Gate::kVector, Strength::kIndependent>>();
-    } else if (gate_of(kind.op) == Gate::kVector) {
-      fn.template operator()<Config<T, Gate::kVector, Strength::kShared>>();
-    } else {
-      fn.template operator()<Config<T, Gate::kScalar, Strength::kShared>>();
-    }
-  };
-  if (kind.dtype == DType::kBF16) {
-    with_type.template operator()<ptx::BFloat>();
-  } else {
-    with_type.template operator()<ptx::Half>();
-  }
+  with_traits(
+      kind, [&]<class T, Gate kGate, Strength kStrength>() { fn.template operator()<Config<T, kGate, kStrength>>(); });
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "cuda/device/chunk.cuh"
-#include "cuda/kernels.h"
+#include "cuda/traits.h"
 
 namespace rewy::cuda::pullback {
 

@@ -10,12 +10,13 @@
 // warps of the same columns add what they find of E S, Qg S and F dS, and form R and P each for itself.
 //
 // Roles: producer warps (device/scan.cuh), consumer warps by slab of 16 columns and part of 64 features.
+#include "cuda/sm80/scan.h"
+
 #include <algorithm>
 
 #include "cuda/check.h"
 #include "cuda/device/scan.cuh"
 #include "cuda/device/state.cuh"
-#include "cuda/sm90a/scan.h"
 
 namespace rewy::cuda {
 namespace {
@@ -336,15 +337,17 @@ int scan_shared_bytes(const Kind& kind, std::int64_t K) {
   return bytes;
 }
 
+namespace sm80 {
+
 void launch_scan_output(const Params& p, const Kind& kind, const DeviceLimits& device, cudaStream_t stream) {
-  if (sm90a::scans_serve(p, device) && sm90a::launch_scan_output(p, kind, device, stream)) return;
   with_config<256>(p.K, kind, [&]<class C>() { launch<C, true>(p, device, false, stream); });
 }
 
 void launch_scan_both(const Params& p, const Kind& kind, const DeviceLimits& device, bool states_saved,
                       cudaStream_t stream) {
-  if (sm90a::scans_serve(p, device) && sm90a::launch_scan_both(p, kind, device, states_saved, stream)) return;
   with_config<256>(p.K, kind, [&]<class C>() { launch<C, false>(p, device, !states_saved, stream); });
 }
+
+}  // namespace sm80
 
 }  // namespace rewy::cuda
