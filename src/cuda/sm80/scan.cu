@@ -74,7 +74,7 @@ struct Consumer {
         multiply_pair<T>(acc, 2 * n, a, b);
       }
     }
-    if constexpr (kParts < C >> 1) add_parts(acc);
+    if constexpr ((kParts<C>) > 1) add_parts(acc);
   }
 
   /// Sums over the parts, in the same order for each: their copies of R and P stay equal in bits.
