@@ -8,25 +8,15 @@
 
 namespace rewy::cuda::hopper {
 
-/// A barrier in shared memory: a phase ends when the arrivals have come and all announced bytes have landed.
-using Barrier = std::uint64_t;
-
-__device__ __forceinline__ void initialise(Barrier& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ptx::shared_address(&barrier)), "r"(arrivals)
-               : "memory");
-}
 /// Makes initialised barriers visible to the copy engine [fence.mbarrier_init].
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 /// Announces bytes without arriving [mbarrier.expect_tx].
-__device__ __forceinline__ void expect_bytes(Barrier& barrier, int bytes) {
+__device__ __forceinline__ void expect_bytes(ptx::Barrier& barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(ptx::shared_address(&barrier)),
                "r"(bytes)
                : "memory");
-}
-__device__ __forceinline__ void arrive(Barrier& barrier) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(ptx::shared_address(&barrier)) : "memory");
 }
 /// True in one lane of a whole warp, and known to be so: what follows may use uniform registers [elect.sync].
 __device__ __forceinline__ bool elect() {
@@ -34,20 +24,9 @@ __device__ __forceinline__ bool elect() {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
   return elected != 0;
 }
-/// Waits for the end of the phase of this parity [mbarrier.try_wait].
-__device__ __forceinline__ void wait(Barrier& barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(ptx::shared_address(&barrier)),
-      "r"(parity)
-      : "memory");
-}
-
 /// A box of a [d, c, b, a] tensor at coordinates a (innermost) to d, as its map says [cp.async.bulk.tensor].
 __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& map, int a, int b, int c, int d,
-                                         Barrier& barrier) {
+                                         ptx::Barrier& barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(to),
@@ -55,7 +34,7 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& ma
       : "memory");
 }
 /// Contiguous bytes, a multiple of 16, from and to multiples of 16 [cp.async.bulk].
-__device__ __forceinline__ void copy_bytes(std::uint32_t to, const void* from, int bytes, Barrier& barrier) {
+__device__ __forceinline__ void copy_bytes(std::uint32_t to, const void* from, int bytes, ptx::Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(ptx::shared_address(&barrier))
                : "memory");

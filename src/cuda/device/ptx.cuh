@@ -94,4 +94,32 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// A barrier in shared memory: a phase ends when all arrivals have come, on Hopper also all bytes announced to it
+/// [mbarrier]. Unlike the barriers above, a thread waits without arriving.
+using Barrier = std::uint64_t;
+
+__device__ __forceinline__ void initialise(Barrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(Barrier& barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+/// Waits for the end of the phase of this parity [mbarrier.try_wait, before Hopper mbarrier.test_wait].
+__device__ __forceinline__ void wait(Barrier& barrier, int parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define REWY_WAIT "mbarrier.try_wait"
+#else
+#define REWY_WAIT "mbarrier.test_wait"
+#endif
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n" REWY_WAIT
+      ".parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+#undef REWY_WAIT
+}
+
 }  // namespace rewy::cuda::ptx

@@ -2,8 +2,9 @@
 // that fill them (docs/kernels/scan.md, steps 1 to 4).
 //
 // Four producer warps copy the operands of the coming chunks into a ring of stages in shared memory, the consumer warps
-// multiply. Named barriers, one "full" and one "empty" a stage. For scalar gates the operands are k and q as they lie,
-// and the decays and beta scale rows of the products in FP32; for vector gates they are E, F and Qg (operands.cu).
+// multiply. Each stage has a barrier that says "full" and one that says "free". For scalar gates the operands are k and
+// q as they lie, and the decays and beta scale rows of the products in FP32; for vector gates they are E, F and Qg
+// (operands.cu).
 #pragma once
 
 #include <algorithm>
@@ -46,11 +47,11 @@ struct Stage {
   alignas(16) float beta[kTile];
   float decay[C::kKeys];  ///< lambda by feature; scalar gates: element 0
   ChunkAt chunk;
-  // Hopper's barriers, of the stage's parts: what its copies report to, and what its readers do.
-  std::uint64_t landed[2], free[2];
+  // What its readers report to, and on Hopper its copies; by part, of which only Hopper's form has two.
+  ptx::Barrier free[2], landed[2];
 };
 
-enum Barrier : int { kFull = 1, kEmpty = kFull + kMostStages, kOfConsumers = kEmpty + kMostStages };
+enum NamedBarrier : int { kFull = 1, kOfConsumers = kFull + kMostStages };
 
 /// What a block works on.
 struct Job {
@@ -219,6 +220,24 @@ struct Copies {
   }
 };
 
+/// The ring's stage of a step, and the parity of its barriers' phase, step after step.
+struct Place {
+  int s = 0, parity = 0;
+  /// At most as many steps as there are stages.
+  __device__ __forceinline__ void advance(int stages, int steps = 1) {
+    s += steps;
+    const bool wraps = s >= stages;
+    s -= wraps ? stages : 0;
+    parity ^= wraps ? 1 : 0;
+  }
+};
+
+/// Step 1: the stage's part has been read.
+template <class C>
+__device__ __forceinline__ void wait_until_free(const Job& job, int step, const Place& at, int part, Stage<C>& stage) {
+  if (step >= job.stages) ptx::wait(stage.free[part], at.parity ^ 1);
+}
+
 /// This thread's copies but the last kPending groups have landed; the barrier's arrival publishes them.
 template <int kPending>
 __device__ __forceinline__ void announce(int barrier, int threads) {
@@ -226,8 +245,7 @@ __device__ __forceinline__ void announce(int barrier, int threads) {
   ptx::barrier_arrive(barrier, threads);
 }
 
-/// Steps 1 to 4. A stage is announced one
-/// step late where there are stages enough, so that two are under way.
+/// Steps 1 to 4. A stage is announced one step late where there are stages enough, so that two are under way.
 template <class C>
 __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C>* stages) {
   if (job.chunks == 0) return;
@@ -237,10 +255,11 @@ __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C
   ChunkAt at = job.chunk(p, 0);
   RawScalars raw{};
   if (has_scalars) raw = load_scalars<C>(p, job, at);
-  int s = 0;
+  Place place;
   for (int step = 0; step < job.chunks; ++step) {
+    const int s = place.s;
     Stage<C>& stage = stages[s];
-    if (step >= job.stages) ptx::barrier_sync(kEmpty + s, job.threads);
+    wait_until_free(job, step, place, 0, stage);
     copies.start(job.slot(step), at, stage);
     if (threadIdx.x == 32) stage.chunk = at;
     if (has_scalars) store_scalars<C>(p, job, raw, stage);
@@ -253,9 +272,9 @@ __device__ __forceinline__ void produce(const Params& p, const Job& job, Stage<C
     } else if (step > 0) {
       announce<1>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads);
     }
-    s = s + 1 == job.stages ? 0 : s + 1;
+    place.advance(job.stages);
   }
-  if (late) announce<0>(kFull + (s == 0 ? job.stages - 1 : s - 1), job.threads);
+  if (late) announce<0>(kFull + (place.s == 0 ? job.stages - 1 : place.s - 1), job.threads);
 }
 
 /// The accumulators' columns, tokens or features, times scale[column].

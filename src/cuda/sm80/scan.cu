@@ -249,7 +249,7 @@ struct Consumer {
   }
 
   template <bool kOutput>
-  __device__ __forceinline__ void run(const Stage<C>* stages) {
+  __device__ __forceinline__ void run(Stage<C>* stages) {
     const int first = part * kTile;
     load_state(job.reverse ? p.d_final_state : p.initial_state, job.sequence, job.head, first, column, p.K, p.V, state);
     rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
@@ -263,7 +263,7 @@ struct Consumer {
       } else {
         step_forward<false>(step, stages[s]);
       }
-      if (step + job.stages < job.chunks) ptx::barrier_arrive(kEmpty + s, job.threads);
+      ptx::arrive(stages[s].free[0]);
       s = s + 1 == job.stages ? 0 : s + 1;
     }
     if (kOutput || job.reverse) {
@@ -281,6 +281,10 @@ __global__ void __launch_bounds__(kProducers + 32 * kMostConsumers, 1)
   const int slabs = (static_cast<int>(blockDim.x) - kProducers) / (32 * kParts<C>);
   const Job job = find_job<kOutput>(p, blockIdx.x, 16 * slabs, stages, both);
   auto* ring = reinterpret_cast<Stage<C>*>(memory);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; ++s) ptx::initialise(ring[s].free[0], job.threads - kProducers);
+  }
+  __syncthreads();
   if (threadIdx.x < kProducers) {
     produce<C>(p, job, ring);
   } else {

@@ -65,7 +65,7 @@ constexpr int kParts = C::kVector ? 2 : 1;
 template <class C>
 __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, const Job& job, std::int64_t slot,
                                             const ChunkAt& at, int part, Stage<C>& stage) {
-  hopper::Barrier& full = stage.landed[part];
+  ptx::Barrier& full = stage.landed[part];
   const auto index = static_cast<int>(slot * p.HV + job.head);
   const int token = static_cast<int>(at.token), head = C::kVector ? job.head : job.key_head;
   const auto expect = [&](int tiles, int more = 0) { hopper::expect_bytes(full, tiles * kTileBytes + more); };
@@ -116,24 +116,6 @@ __device__ __forceinline__ void start_tiles(const Params& p, const Maps& maps, c
   }
 }
 
-/// The ring's stage of a step, and the parity of its barriers' phase, step after step.
-struct Place {
-  int s = 0, parity = 0;
-  /// At most as many steps as there are stages.
-  __device__ __forceinline__ void advance(int stages, int steps = 1) {
-    s += steps;
-    const bool wraps = s >= stages;
-    s -= wraps ? stages : 0;
-    parity ^= wraps ? 1 : 0;
-  }
-};
-
-/// Step 1: the stage's part has been read.
-template <class C>
-__device__ __forceinline__ void wait_until_free(const Job& job, int step, const Place& at, int part, Stage<C>& stage) {
-  if (step >= job.stages) hopper::wait(stage.free[part], at.parity ^ 1);
-}
-
 /// Steps 1, 2 and 4: the warp that has the operands brought.
 template <class C>
 __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps, const Job& job, Stage<C>* stages) {
@@ -148,7 +130,7 @@ __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps,
         wait_until_free(job, step, place, part, stage);
         if (hopper::elect()) start_tiles<C>(p, maps, job, job.slot(step), at, part, stage);
         __syncwarp();
-        hopper::arrive(stage.landed[part]);
+        ptx::arrive(stage.landed[part]);
       }
     } else {
 #pragma unroll
@@ -157,7 +139,7 @@ __device__ __forceinline__ void produce_tiles(const Params& p, const Maps& maps,
       ptx::copy_wait<0>();
       wgmma::publish_shared();
 #pragma unroll
-      for (int part = 0; part < kParts<C>; ++part) hopper::arrive(stage.landed[part]);
+      for (int part = 0; part < kParts<C>; ++part) ptx::arrive(stage.landed[part]);
     }
     place.advance(job.stages);
   }
@@ -182,7 +164,7 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
     }
     wait_until_free(job, step, place, kParts<C> - 1, stage);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
-    hopper::arrive(stage.landed[0]);
+    ptx::arrive(stage.landed[0]);
     raw = next;
     place.advance(job.stages, kScalarWarps);
   }
@@ -430,7 +412,7 @@ struct Chain {
       wgmma::hold(o);
       scale_output(p, stage, o);
     }
-    if constexpr (kParts < C >> 1) hopper::arrive(stage.free[0]);
+    if constexpr ((kParts<C>) > 1) ptx::arrive(stage.free[0]);
     Scales write_scale;
     if constexpr (kScaled) write_scale.load(stage.write_scale);
     wgmma::wait<0>();
@@ -464,7 +446,7 @@ struct Chain {
     wgmma::wait<0>();
     wgmma::hold(d_r);
     if constexpr (!kVector) wgmma::hold(from_state);
-    if constexpr (kParts < C >> 1) hopper::arrive(stage.free[0]);
+    if constexpr ((kParts<C>) > 1) ptx::arrive(stage.free[0]);
     std::uint32_t x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // step 11: P = A^T dR
@@ -511,12 +493,12 @@ struct Chain {
     if constexpr (kReverse) rescale_gradient<C>(job, 1.0f / p.scale_rest, state);
     Place place;
     if (job.chunks > 0) {
-      hopper::wait(stages[0].landed[0], 0);
+      ptx::wait(stages[0].landed[0], 0);
       load(stages[0]);
     }
     for (int step = 0; step < job.chunks; ++step) {
       Stage<C>& stage = stages[place.s];
-      if constexpr (kParts < C >> 1) hopper::wait(stage.landed[1], place.parity);
+      if constexpr ((kParts<C>) > 1) ptx::wait(stage.landed[1], place.parity);
       wgmma::wait<0>();  // nothing is under way: said here, it keeps ptxas from waiting before each product
       wgmma::hold(state);
       Products o;
@@ -526,11 +508,11 @@ struct Chain {
         start_step_forward(step, stage, o);
       }
       place.advance(job.stages);
-      if (step + 1 < job.chunks) hopper::wait(stages[place.s].landed[0], place.parity);
+      if (step + 1 < job.chunks) ptx::wait(stages[place.s].landed[0], place.parity);
       load(stages[place.s]);  // beside the products; behind the last step it is not used
       wgmma::wait<0>();
       wgmma::hold(state);
-      hopper::arrive(stage.free[kParts<C> - 1]);
+      ptx::arrive(stage.free[kParts<C> - 1]);
       if constexpr (kOutput) {
         wgmma::hold(o);
         to_fragments<T>(o, output);
@@ -556,9 +538,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
-      hopper::initialise(ring[s].landed[0], 2 * 32);  // the warps of the tiles and of the scalars
-      hopper::initialise(ring[s].landed[1], 32);
-      for (int part = 0; part < 2; ++part) hopper::initialise(ring[s].free[part], kChainThreads);
+      ptx::initialise(ring[s].landed[0], 2 * 32);  // the warps of the tiles and of the scalars
+      ptx::initialise(ring[s].landed[1], 32);
+      for (int part = 0; part < 2; ++part) ptx::initialise(ring[s].free[part], kChainThreads);
     }
     hopper::publish_barriers();
   }
