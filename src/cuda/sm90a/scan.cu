@@ -233,18 +233,6 @@ constexpr int kA = C::kOperandTiles;
 template <class C>
 constexpr int kCq = C::kOperandTiles + 1;
 
-// Products with tiles of the stage whose descriptors start at `base`; each accumulates if told so.
-
-/// acc += x tile^T, x [16, 64]: forwards through A and Cq.
-template <class T>
-__device__ __forceinline__ void multiply_rows(std::uint32_t base, int tile, const std::uint32_t (&x)[4][4],
-                                              Accumulator<8>& acc, bool accumulate) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    wgmma::multiply_async<T, false>(acc, x[j], wgmma::rows_of(base, tile, 16 * j), accumulate || j > 0);
-  }
-}
-
 /// One warp of the chain, on which all else waits: 16 value columns through the sequence, forwards or backwards. Each
 /// fragment is given to the tensor cores as soon as it is rounded, so that rounding runs beside the product it is for;
 /// scales are loaded a product before they are needed. Scalar gates without gates are kGated = false: decays of 1 are
