@@ -127,7 +127,7 @@ void check_causality(const PropertySetting& s, const std::string& text, std::int
     Call other = changed.call();
     for (auto& [other_name, other_view] : token_inputs(other)) {
       if (other_name != name) continue;
-      fill(slice(*other_view, 1, token, 1), name == "g" ? -4.75 : 0.875);
+      fill(slice(*other_view, 1, token, 1), name == "g" ? -4.75 : name == "v" ? 2e4 : 0.875);
     }
     const Run after = run_on(s, other);
     for (const Output& output : before.outputs) {

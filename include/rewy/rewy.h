@@ -51,9 +51,10 @@ struct Problem {
 };
 
 /// What both directions read. Optional ones are left default-constructed.
-/// Any strides are honoured; the gate and both states are FP32 (FP64 too where dtype is FP64). inf and NaN are not
-/// looked for. No output may share memory with another argument, nor with itself: refused wherever the extents of two
-/// contiguous arguments overlap; slices interleaved in one packed buffer are accepted, and theirs is the caller's duty.
+/// The CPU honours any strides, CUDA those of the README's table; the gate and both states are FP32 (FP64 too where
+/// dtype is FP64). inf and NaN are not looked for. No output may share memory with another argument, nor with itself:
+/// refused wherever the extents of two contiguous arguments overlap; slices interleaved in one packed buffer are
+/// accepted, and theirs is the caller's duty.
 struct Inputs {
   TensorView q{};     ///< [B, T, H, K]   dtype
   TensorView k{};     ///< [B, T, H, K]   dtype; needs beta * k.k <= 2, so keys are normalised as a rule

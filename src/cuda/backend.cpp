@@ -68,7 +68,9 @@ DeviceAnswer ask_device(int index) {
   answer.limits.compute_capability = 10 * major + minor;
   if (status != cudaSuccess) {
     cudaGetLastError();  // reported here, not by the next launch's check
-    answer.problem = std::string("no usable CUDA device (") + cudaGetErrorString(status) + ")";
+    int driver = 0;
+    const bool none = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;
+    answer.problem = std::string("no usable CUDA device (") + (none ? "no driver" : cudaGetErrorString(status)) + ")";
   }
   return answer;
 }
@@ -112,7 +114,8 @@ Kind kind_of(const Problem& p) {
 std::string declines_cuda(const Problem& p, Direction direction, const Execution& execution) {
   if (!is_half(p.dtype)) return "dtype " + std::string(name(p.dtype)) + " is neither bf16 nor f16";
   if (strength_of(p.op) == Strength::kIndependent && p.strength_dtype != p.dtype) {
-    return "strength_dtype " + std::string(name(p.strength_dtype)) + " is not dtype " + std::string(name(p.dtype));
+    return "strength_dtype " + std::string(name(p.strength_dtype)) + " is not dtype " + std::string(name(p.dtype)) +
+           ": b and w have the type of q";
   }
   if (!is_width(p.K)) return "K = " + std::to_string(p.K) + " is not a multiple of 8 from 8 to 256";
   if (!is_width(p.V)) return "V = " + std::to_string(p.V) + " is not a multiple of 8 from 8 to 256";
@@ -137,7 +140,7 @@ std::string declines_cuda(const Problem& p, Direction direction, const Execution
   }
   const std::int64_t group = p.HV / p.H;
   if (const int need = pullback_shared_bytes(kind_of(p), group); direction == Direction::kBackward && lacks(need)) {
-    return memory(need, "HV / H = " + std::to_string(group));
+    return memory(need, "the backward of " + std::string(name(p.op)) + (group > 1 ? " with grouped heads" : ""));
   }
   return {};
 }
@@ -320,7 +323,8 @@ void backward_cuda(const Problem& p, const BackwardArgs& args, const Execution& 
 std::string kernels_cuda(const Problem& p, Direction direction, const Execution& execution) {
   const DeviceLimits limits = restricted(device_limits(execution.device.index).limits, execution.architecture);
   const bool warpgroups = sm90a::scans_serve(Views(p, direction).params({}), limits);
-  return warpgroups ? "scans with warpgroup products of sm_90a" : "portable scans";
+  return warpgroups ? "scans with warpgroup products of sm_90a, portable ones for strides that are not positive"
+                    : "portable scans";
 }
 
 }  // namespace

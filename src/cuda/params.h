@@ -1,5 +1,5 @@
 // What the kernels of one call are given: one flat structure for all of them, passed by value. backend.cpp fills it,
-// sm80/*.cu read it. Letters as in docs/math.md; strides are in elements.
+// the kernels read it. Letters as in docs/math.md; strides are in elements.
 #pragma once
 
 #include <cstdint>

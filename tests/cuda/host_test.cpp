@@ -69,11 +69,20 @@ TEST(CudaDeclines, ByProblem) {
             "the choice of a derivative graph is the CPU backend's");
   EXPECT_EQ(declines(with([](Problem& p) { p.scale = 1e300; })), "scale is beyond the range of FP32");
   EXPECT_EQ(declines(with([](Problem& p) { p.op = Operator::kGdn2, p.strength_dtype = DType::kF32; })),
-            "strength_dtype f32 is not dtype bf16");
+            "strength_dtype f32 is not dtype bf16: b and w have the type of q");
   const char* counts = "T or chunks * HV reaches 2^31, or sequences * HV 2^26";
   EXPECT_EQ(declines(with([](Problem& p) { p.T = std::int64_t{1} << 31; })), counts);
   EXPECT_EQ(declines(with([](Problem& p) { p.B = std::int64_t{1} << 27, p.T = 1; })), counts);
   EXPECT_EQ(declines(with([](Problem& p) { p.segments = std::int64_t{1} << 27; })), counts);
+}
+
+// The figures of docs/kernels/pullback.md and of README's sentence on cards with 99 KB a block.
+TEST(CudaHost, PullbackSharedMemory) {
+  const auto bytes = [](Operator op, std::int64_t group) { return pullback_shared_bytes({op, DType::kBF16}, group); };
+  EXPECT_EQ(bytes(Operator::kGdn, 1), 75008);
+  EXPECT_EQ(bytes(Operator::kGdn, 2), 107776);
+  EXPECT_EQ(bytes(Operator::kKda, 1), 113920);
+  EXPECT_EQ(bytes(Operator::kGdn2, 4), 146688);
 }
 
 TEST(Architecture, OnlyLowersADevice) {

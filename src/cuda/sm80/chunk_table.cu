@@ -7,7 +7,6 @@
 // 2. The whole grid fills the slots between: a binary search in first_chunk finds the sequence, its first entry the
 // token. All of them are whole chunks. Slots behind the last chunk get tokens = 0.
 #include <cub/block/block_scan.cuh>
-#include <cuda/functional>
 
 #include <algorithm>
 
@@ -37,6 +36,10 @@ __device__ __forceinline__ int offset_at(const Params& p, std::int64_t i) {
   return static_cast<int>(offset < 0 ? 0 : offset > p.T ? p.T : offset);
 }
 
+struct Larger {
+  __device__ int operator()(int a, int b) const { return a < b ? b : a; }
+};
+
 __global__ void __launch_bounds__(kScanThreads) scan_sequences(const __grid_constant__ Params p) {
   using Scan = cub::BlockScan<int, kScanThreads>;
   __shared__ typename Scan::TempStorage ends, sums;
@@ -47,7 +50,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_sequences(const __grid_cons
     int offset[kItems], begin[kItems], count[kItems], slot[kItems];
     for (int i = 0; i < kItems; ++i) offset[i] = first + i < p.sequences ? offset_at(p, first + i + 1) : 0;
     int tile_end = 0, tile_count = 0;
-    Scan(ends).ExclusiveScan(offset, begin, tile_begin, ::cuda::maximum<int>{}, tile_end);
+    Scan(ends).ExclusiveScan(offset, begin, tile_begin, Larger{}, tile_end);
     for (int i = 0; i < kItems; ++i) count[i] = chunks_of(max(begin[i], offset[i]) - begin[i]);
     Scan(sums).ExclusiveSum(count, slot, tile_count);
     for (int i = 0; i < kItems; ++i) {

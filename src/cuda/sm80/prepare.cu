@@ -75,8 +75,7 @@ struct SharedStorage {
   Work work;
 };
 
-/// 4 bytes from global to shared memory; zero, and nothing read, if !valid [cp.async]. FP32 rows may start at any
-/// element.
+/// 4 bytes from global to shared memory; zero, and nothing read, if !valid [cp.async].
 __device__ __forceinline__ void copy_async_4(const void* to, const float* from, bool valid) {
   const int bytes = valid ? 4 : 0;
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(ptx::shared_address(to)), "l"(from), "r"(bytes)

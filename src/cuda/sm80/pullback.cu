@@ -6,11 +6,8 @@
 //
 // A block of 256 threads takes one chunk, query head and 64 features, and in turn every value head of the group:
 // nothing but gradients leaves it, and sums over its features by token, which pullback_sums adds up. Hq and D are
-// formed anew for each 64 features: an eighth of the products. Eight warps, 16 token rows and 32 columns each. About 80
-// KB of shared memory and 128 registers a thread let two blocks share a multiprocessor: one loads while the other
-// multiplies.
-#include <type_traits>
-
+// formed anew for each 64 features. Eight warps, 16 token rows and 32 columns each. On Hopper two blocks share a
+// multiprocessor: one loads while the other multiplies.
 #include "cuda/check.h"
 #include "cuda/sm80/pullback.cuh"
 #include "cuda/sm80/pullback_scalar.cuh"
@@ -20,7 +17,7 @@ namespace rewy::cuda {
 namespace pullback {
 namespace {
 
-/// On a multiprocessor. Those of other generations have shared memory for one, which then may use all registers.
+/// On a multiprocessor. Elsewhere one block may use all registers; most others have shared memory for no more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kResidentBlocks = 2;
 #else

@@ -40,7 +40,7 @@ __device__ __forceinline__ void prepare_scalar(const Params& p, const Job& job, 
   // A barrier follows before the first use.
 }
 
-/// Step 0 of a tile: q and k as they lie, and the erase vectors beta k.
+/// Step 0 of a tile: q and k as they lie.
 template <class C, class Shared>
 __device__ __forceinline__ void stage_operands(const Params& p, const Job& job, int feature, Shared& shared) {
   using T = typename C::T;

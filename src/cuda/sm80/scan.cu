@@ -328,7 +328,9 @@ void launch(const Params& p, const DeviceLimits& device, bool both, cudaStream_t
   const int consumers = cut.slabs * kParts<C>;
   const int bytes = shared_bytes<C>(cut.stages, consumers);
   const auto kernel = scan<C, kOutput>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "scan");
+  // Always the same number: another thread may be launching the same kernel with fewer bytes.
+  const int most = device.shared_bytes_per_block;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "scan");
   kernel<<<static_cast<unsigned>(cut.blocks), kProducers + 32 * consumers, bytes, stream>>>(p, cut.stages, both);
   check_launch("scan");
 }

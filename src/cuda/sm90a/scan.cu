@@ -162,7 +162,7 @@ __device__ __forceinline__ void produce_scalars(const Params& p, const Job& job,
     if constexpr (kScalars) {
       if (step + kScalarWarps < job.chunks) next = load_scalars<C>(p, job, job.chunk(p, step + kScalarWarps));
     }
-    wait_until_free(job, step, place, kParts<C> - 1, stage);
+    wait_until_free(job, step, place, kScalars ? kParts<C> - 1 : 0, stage);
     if constexpr (kScalars) store_scalars<C>(p, job, raw, stage);
     ptx::arrive(stage.landed[0]);
     raw = next;
@@ -462,14 +462,15 @@ struct Chain {
     }
     if constexpr (kGated) {
 #pragma unroll
+      for (int i = 0; i < 4; ++i) wgmma::begin(low[i]);
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
-        wgmma::begin(low[i]);
         wgmma::multiply_async<T, true>(state, low[i], wgmma::columns_of(base, C::kQuery, 16 * i), true);
-        wgmma::commit();
       }
+      wgmma::commit();
     }
     if constexpr (!kVector) scale.load(stage.erase_scale);
-    wgmma::wait<kGated ? 8 : 4>();
+    wgmma::wait<kGated ? 5 : 4>();
     wgmma::hold(sensitivity);
     start_update<!kVector>(base, C::kErase, scale, sensitivity, x);
     give_rows(step, x);

@@ -2,24 +2,30 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "cuda/device/tile.cuh"
 
 namespace rewy::cuda::sm90a {
 namespace {
 
-/// The driver's function, asked for once: the library links to no driver.
+/// The driver's function, kept once found: the library links to no driver.
 decltype(&cuTensorMapEncodeTiled) encoder() {
-  static const auto function = [] {
-    void* found = nullptr;
+  static std::atomic<void*> known{nullptr};
+  void* found = known.load(std::memory_order_relaxed);
+  if (found == nullptr) {
     cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
     const cudaError_t status =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
     if (status != cudaSuccess) cudaGetLastError();
-    return status == cudaSuccess && result == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)
-               : nullptr;
-  }();
-  return function;
+    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+    known.store(found, std::memory_order_relaxed);
+  }
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
 }
 
 }  // namespace
