@@ -259,9 +259,8 @@ def assemble(results):
 
 
 def short_kernel(name):
-    """rewy::cuda::(anonymous namespace)::scan<...>(...) -> scan"""
-    name = re.sub(r"\(anonymous namespace\)|<unnamed>", "", name)
-    return re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].strip()
+    """rewy::cuda::(anonymous namespace)::scan<...>(...) -> scan: the first name with arguments behind it."""
+    return re.search(r"(\w+)\s*[<(]", name).group(1)
 
 
 def measure_kernels(a, save):
@@ -298,7 +297,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rewy", default="build/rewy", help="the binary")
     parser.add_argument("--python", default=sys.executable, help="runs bench/time_fla.py; it needs torch and fla-core")
-    parser.add_argument("--only", choices=("rewy", "fla"), help="measure one side, keep the other of the file")
+    parser.add_argument("--only", choices=("rewy", "fla", "kernels"), help="measure this, keep the rest of the file")
     parser.add_argument("--out", help="instead of results/<gpu>.json")
     parser.add_argument("--commit", help="what was built, where this is no git checkout")
     parser.add_argument("--match", help="to try something: only these problems, and the file then has only them")
@@ -328,11 +327,11 @@ def main():
             target[0].parent.mkdir(parents=True, exist_ok=True)
             target[0].write_text(json.dumps(assemble(kept | parts), indent=1) + "\n")
 
-        if a.only != "fla":
+        if a.only in (None, "rewy"):
             measure_rewy(a, lambda part: save("rewy", part))
-            if not a.match:
-                measure_kernels(a, lambda part: save("kernels", part))
-        if a.only != "rewy":
+        if a.only in (None, "rewy", "kernels") and not a.match:
+            measure_kernels(a, lambda part: save("kernels", part))
+        if a.only in (None, "fla"):
             measure_fla(a, lambda part: save("fla", part))
         print("wrote", target[0])
         results = json.loads(target[0].read_text())
