@@ -91,11 +91,6 @@ struct Call {
   bool keeps = true;  ///< whether the forward keeps what the backward can reuse
 };
 
-Tensor allocate_workspace(std::size_t bytes, Device device) {
-  const std::int64_t shape[] = {static_cast<std::int64_t>(bytes)};
-  return allocate_bytes(shape, device);
-}
-
 std::tuple<Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g,
                                               OptionalTensor beta, OptionalTensor b, OptionalTensor w,
                                               OptionalTensor initial_state, OptionalTensor cu_seqlens,
@@ -119,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k
                                                 : allocate(none, call.state_dtype(), device);
   if (output_final_state) args.final_state = view(final_state, call.name, "final_state");
   const Tensor saved =
-      call.keeps ? allocate_bytes(saved_shape(p, bytes, call.execution), device) : allocate_bytes(none, device);
+      call.keeps ? allocate_kept(saved_shape(p, bytes, call.execution), device) : allocate_kept(none, device);
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);

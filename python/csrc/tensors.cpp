@@ -1,8 +1,11 @@
 #include "tensors.h"
 
 #include <dlfcn.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/DeviceType.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
@@ -89,8 +92,17 @@ Tensor allocate(std::span<const std::int64_t> shape, DType dtype, Device device)
   return allocate(shape, torch_dtype(dtype), device);
 }
 
-Tensor allocate_bytes(std::span<const std::int64_t> shape, Device device) {
+Tensor allocate_workspace(std::size_t bytes, Device device) {
+  const std::int64_t shape[] = {static_cast<std::int64_t>(bytes)};
   return allocate(shape, aoti_torch_dtype_uint8(), device);
+}
+
+Tensor allocate_kept(std::span<const std::int64_t> shape, Device device) {
+  namespace ho = torch::headeronly;
+  const bool cuda = device.kind == DeviceKind::kCuda;
+  return torch::stable::empty(
+      ho::IntHeaderOnlyArrayRef(shape.data(), shape.size()), ho::ScalarType::Byte, std::nullopt,
+      torch::stable::Device(cuda ? ho::DeviceType::CUDA : ho::DeviceType::CPU, cuda ? device.index : -1));
 }
 
 std::span<std::byte> bytes_of(const Tensor& t) {

@@ -29,8 +29,10 @@ TensorView view(const OptionalTensor&, const std::string& operation, const char*
 
 /// A contiguous tensor without contents, from PyTorch's allocator of that device.
 Tensor allocate(std::span<const std::int64_t> shape, DType, Device);
-/// The same of bytes: workspace, and what the forward keeps.
-Tensor allocate_bytes(std::span<const std::int64_t> shape, Device);
+/// The same of bytes, for a call's workspace.
+Tensor allocate_workspace(std::size_t bytes, Device);
+/// Bytes that are a result although not all of them are written. PyTorch's deterministic mode fills them beforehand.
+Tensor allocate_kept(std::span<const std::int64_t> shape, Device);
 
 std::span<std::byte> bytes_of(const Tensor&);
 

@@ -88,13 +88,14 @@ def _(
 
 
 # Positions in the schema of forward.
-_Q, _CU_SEQLENS, _SCALE, _STATE_V_FIRST, _POLICY, _BACKEND = 1, 9, 10, 12, 13, 14
+_Q, _CU_SEQLENS, _SCALE, _OUTPUT_FINAL_STATE, _STATE_V_FIRST, _POLICY, _BACKEND = 1, 9, 10, 11, 12, 13, 14
 _INPUTS = slice(_Q, _CU_SEQLENS)  # q, k, v, g, beta, b, w, initial_state: those that can have a gradient
 
 
 def _keep(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[_Q : _CU_SEQLENS + 1], output[2])
+    ctx.has_final_state = inputs[_OUTPUT_FINAL_STATE]
     ctx.options = (inputs[0], inputs[_SCALE], inputs[_STATE_V_FIRST], inputs[_POLICY], inputs[_BACKEND])
 
 
@@ -105,6 +106,8 @@ def _gradients(
     op, scale, state_v_first, policy, backend = ctx.options
     wanted = ctx.needs_input_grad[_INPUTS]
     gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    if not ctx.has_final_state:
+        d_final_state = None  # of the empty tensor in its place; tracing may invent one
     if d_o is not None or d_final_state is not None:
         needed = sum(1 << bit for bit, want in enumerate(wanted) if want)
         given = iter(backward(op, d_o, d_final_state, *inputs, saved, scale, state_v_first, policy, needed, backend))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ _UNBUILT = (
     "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval",
 )
+
+# Refusals of an element type, or of a tensor that is not there.
+_ABOUT_TYPES = re.compile(r"dtype': expected |: expected (a )?dtype |, got none$")
 
 Function = TypeVar("Function", bound=Callable[..., tuple[Tensor, Tensor | None]])
 
@@ -71,7 +75,7 @@ def _refusal(error: RuntimeError) -> Exception | None:
     text = str(error)
     if ": argument '" not in text:
         return None
-    return TypeError(text) if ": expected dtype " in text or ": expected a dtype " in text else ValueError(text)
+    return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)
 
 
 def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
