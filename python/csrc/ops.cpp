@@ -127,13 +127,16 @@ enum Needed : std::int64_t { kQ = 1, kK = 2, kV = 4, kG = 8, kBeta = 16, kB = 32
 
 /// The output gradient as a kernel reads it. Autograd hands over what the caller's loss makes - sum() an expanded
 /// scalar - and no caller can change that: where the CUDA kernels could not read it in place, it is copied.
-Tensor readable(const Tensor& d_o, Device device) {
+Tensor readable(const Tensor& d_o, Device device, const std::string& name) {
   if (device.kind != DeviceKind::kCuda || d_o.dim() != 4) return d_o;
   constexpr std::int64_t kBytes = 16;
   const auto size = static_cast<std::int64_t>(d_o.element_size());
   bool in_place = d_o.stride(3) == 1 && reinterpret_cast<std::uintptr_t>(d_o.data_ptr()) % kBytes == 0;
   for (int axis = 0; axis < 3; ++axis) in_place = in_place && d_o.stride(axis) * size % kBytes == 0;
-  return in_place ? d_o : torch::stable::contiguous(d_o);
+  if (in_place) return d_o;
+  const auto shape = d_o.sizes();
+  Tensor copy = allocate(std::span(shape.data(), shape.size()), dtype_of(d_o, name, "d_o"), device);
+  return torch::stable::copy_(copy, d_o);
 }
 
 std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTensor d_final_state, Tensor q, Tensor k,
@@ -152,7 +155,7 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   const Bytes bytes = workspace_bytes(p, Direction::kBackward, call.execution);
 
   if (d_o) {
-    d_o = readable(*d_o, device);
+    d_o = readable(*d_o, device, name);
   } else {  // only the final state has a gradient
     const std::int64_t shape[] = {p.B, p.T, p.HV, p.V};
     Tensor zeros = allocate(shape, p.dtype, device);

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from . import _C
 
@@ -19,11 +18,12 @@ backward = torch.ops.rewy.backward.default
 
 def _saved_shape(
     op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, policy: str, backend: str
-) -> tuple[int, ...]:
+) -> tuple[int | torch.SymInt, ...]:
     """[chunks, HV, bytes a chunk and head] as the forward allocates it; lengths may be symbols, widths are numbers."""
     if policy == "none":
         return (0,)
     batch, tokens = q.shape[0], q.shape[1]
+    chunks: int | torch.SymInt
     if cu_seqlens is None:
         chunks = batch * ((tokens + CHUNK - 1) // CHUNK)
     else:
@@ -92,7 +92,7 @@ _Q, _CU_SEQLENS, _SCALE, _OUTPUT_FINAL_STATE, _STATE_V_FIRST, _POLICY, _BACKEND 
 _INPUTS = slice(_Q, _CU_SEQLENS)  # q, k, v, g, beta, b, w, initial_state: those that can have a gradient
 
 
-def _keep(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[_Q : _CU_SEQLENS + 1], output[2])
     ctx.has_final_state = inputs[_OUTPUT_FINAL_STATE]
@@ -100,7 +100,7 @@ def _keep(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _gradients(
-    ctx: FunctionCtx, d_o: Tensor | None, d_final_state: Tensor | None, _d_saved: None = None
+    ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, _d_saved: None = None
 ) -> tuple[Tensor | None, ...]:
     *inputs, saved = ctx.saved_tensors
     op, scale, state_v_first, policy, backend = ctx.options
@@ -123,7 +123,7 @@ class Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         output = forward(*inputs)
         _keep(ctx, inputs, output)
         return output[0], output[1]
@@ -134,7 +134,7 @@ class Differentiable(torch.autograd.Function):
 torch.library.register_autograd("rewy::forward", _gradients, setup_context=_keep)
 
 
-def _refuse_second_derivative(ctx: FunctionCtx, *_: Any) -> None:
+def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     raise NotImplementedError(
         "rewy: the gradients have no gradients of their own: double backward (create_graph=True) is not supported"
     )

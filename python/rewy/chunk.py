@@ -70,8 +70,8 @@ def _refuse_unbuilt(function: str, options: dict[str, Any]) -> None:
         )
 
 
-def _refusal(error: RuntimeError) -> Exception | None:
-    """The library's own errors, which PyTorch passes on as RuntimeError: "op direction: argument 'x': expected ..."."""
+def _refusal(error: Exception) -> Exception | None:
+    """The library's own "op direction: argument 'x': expected ...", which PyTorch passes on as the one or the other."""
     text = str(error)
     if ": argument '" not in text:
         return None
@@ -84,7 +84,7 @@ def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _prepared(
     op: str,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     disable_recompute: bool,
@@ -129,7 +129,7 @@ def _run(
     else:
         try:
             o, final_state = _ops.forward(*call)[:2] if policy == "none" else _ops.Differentiable.apply(*call)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             refusal = _refusal(error)
             if refusal is None:
                 raise
@@ -441,7 +441,7 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     policy = "save" if given["disable_recompute"] else "recompute"
     try:
         return torch.ops.rewy.explain(op, *inputs, given["scale"], given["state_v_first"], policy, "auto")
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         refusal = _refusal(error)
         if refusal is None:
             raise
