@@ -8,6 +8,8 @@ import torch
 import rewy
 from recurrence import Case, tensors
 
+torch.set_num_threads(1)  # for tensors this small, threads mostly wait for each other; one test is about them
+
 
 def serves_cuda() -> bool:
     if not torch.cuda.is_available():
