@@ -56,10 +56,16 @@ def test_nothing_is_kept_without_gradients(device, dtype):
     assert rewy.chunk_kda(*inputs)[0].requires_grad
 
 
-def test_unused_outputs(device, dtype):
+def test_unused_outputs(device, dtype, monkeypatch):
+    """An output that no loss uses costs no zeros: the operator is given no gradient of it."""
+    given = []
+    backward = rewy._ops.backward
+    monkeypatch.setattr(rewy._ops, "backward", lambda *a: given.append([t is not None for t in a[1:3]]) or backward(*a))
     inputs = leaves(tensors("kda", Case(), device, dtype))
-    _, final = rewy.chunk_kda(*inputs, output_final_state=True)
+    o, final = rewy.chunk_kda(*inputs, output_final_state=True)
+    torch.autograd.grad(o.sum(), inputs, retain_graph=True)
     final.sum().backward()
+    assert given == [[True, False], [False, True]]
     assert not inputs[0].grad.any() and inputs[1].grad.any()  # queries do not reach the state
 
 
@@ -260,7 +266,12 @@ def test_in_a_layer():
 # ---- tracing -------------------------------------------------------------------------------------------------------
 
 
-TRACED = (Case(B=2, T=70, HV=4), Case(T=70, offsets=(0, 10, 10, 65)), Case(T=0))
+TRACED = (
+    Case(B=2, T=70, HV=4),
+    Case(T=70, offsets=(0, 10, 10, 65)),
+    Case(T=3, offsets=(0, 0, 0, 1, 1, 2, 3, 3)),  # more sequences than tokens
+    Case(T=0),
+)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -86,13 +86,20 @@ def test_reference_backend_through_the_operator(op):
 @pytest.mark.parametrize("op", OPS)
 def test_scale(op, device, dtype):
     case = Case(T=20)
-    inputs = tensors(op, case, device, dtype)
-    default, _ = FUNCTIONS[op](*inputs)
-    same, _ = FUNCTIONS[op](*inputs, scale=case.K**-0.5)
-    assert torch.equal(default, same)
-    other, _ = FUNCTIONS[op](*inputs, scale=0.7)
-    exact, _ = recurrence(op, case, in_fp64(inputs), scale=0.7)
-    assert_close(other, exact, TOLERANCES[dtype][0], "o")
+    inputs = leaves(tensors(op, case, device, dtype))
+    d_o = torch.randn(1, 20, case.HV, case.V).to(device, dtype)
+    default, _, gradients = run(op, case, inputs, d_o=d_o)
+    same, _, same_gradients = run(op, case, inputs, d_o=d_o, scale=case.K**-0.5)
+    assert_same_bits([default, *gradients], [same, *same_gradients])
+    o, _, gradients = run(op, case, inputs, d_o=d_o, scale=0.7)
+    exact = in_fp64(inputs)
+    exact_o, _ = recurrence(op, case, exact, scale=0.7)
+    tight, loose = TOLERANCES[dtype]
+    assert_close(o, exact_o, tight, "o")
+    for name, actual, expected in zip(
+        NAMES[op], gradients, torch.autograd.grad(exact_o, exact, d_o.double().cpu()), strict=True
+    ):
+        assert_close(actual, expected, loose if name in LOOSER else tight, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -100,9 +107,15 @@ def test_disable_recompute_changes_no_bit(op, device, dtype):
     case = Case(B=2, T=150)
     inputs = leaves(tensors(op, case, device, dtype))
     d_o = torch.randn(case.B, case.T, case.HV, case.V).to(device, dtype)
-    o, _, gradients = run(op, case, inputs, d_o=d_o)
-    kept_o, _, kept_gradients = run(op, case, inputs, d_o=d_o, disable_recompute=True)
-    assert_same_bits([o, *gradients], [kept_o, *kept_gradients])
+    outcomes, kept = [], []
+    for disable_recompute in (False, True):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes) or t, lambda t: t):
+            o, _, gradients = run(op, case, inputs, d_o=d_o, disable_recompute=disable_recompute)
+        outcomes.append([o, *gradients])
+        kept.append(sum(sizes))
+    assert_same_bits(*outcomes)
+    assert kept[0] < kept[1]
 
 
 @pytest.mark.parametrize("op", OPS)
