@@ -36,9 +36,8 @@ Tensor allocate(std::span<const std::int64_t> shape, int dtype, Device device) {
     stride *= std::max<std::int64_t>(shape[axis], 1);  // as PyTorch strides tensors without elements
   }
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(),
-                                                         strides.data(), dtype, torch_device_type(device), device.index,
-                                                         &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
+                                                  dtype, torch_device_type(device), device.index, &handle));
   return Tensor(handle);
 }
 
@@ -53,7 +52,7 @@ void* current_cuda_stream(int device_index) {
   }();
   if (get_stream == nullptr) throw std::runtime_error("rewy: this PyTorch has no CUDA streams");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get_stream(device_index, &stream));
+  TORCH_ERROR_CODE_CHECK(get_stream(device_index, &stream));
   return stream;
 }
 
@@ -67,7 +66,7 @@ Device device_of(const Tensor& t, const std::string& operation, const char* argu
 
 DType dtype_of(const Tensor& t, const std::string& operation, const char* argument) {
   std::int32_t code = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
   for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF16, DType::kF64, DType::kI32, DType::kI64}) {
     if (code == torch_dtype(dtype)) return dtype;
   }

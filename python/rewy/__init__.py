@@ -9,6 +9,8 @@ The functions take Flash Linear Attention's arguments, on CPU and CUDA tensors::
 Everything that computes is C++ and CUDA; the operators below the functions are ``torch.ops.rewy``.
 """
 
+import torch as _torch  # noqa: F401  # its library must be loaded before the module that uses it
+
 from ._C import version as __version__
 from .chunk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, explain
 

@@ -23,6 +23,10 @@ def test_installed_not_read_from_the_source():
     assert not Path(rewy.__file__).is_relative_to(ROOT / "python")
 
 
+def test_imports_by_itself():
+    subprocess.run([sys.executable, "-c", "import rewy; rewy.chunk_kda"], check=True)
+
+
 def test_version_stands_once():
     header = (ROOT / "include/rewy/version.h").read_text()
     assert f'define REWY_VERSION "{rewy.__version__}"' in header
