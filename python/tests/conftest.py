@@ -31,6 +31,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def cuda() -> str:
+    if "cuda" not in DEVICES:
+        pytest.skip("no GPU that the package serves")
+    return "cuda"
+
+
+@pytest.fixture
 def dtype(device: str) -> torch.dtype:
     """The widest type of q, k and v on that device."""
     return torch.float32 if device == "cpu" else torch.bfloat16

@@ -121,11 +121,10 @@ def test_offsets_have_whole_numbers(device, dtype):
         rewy.chunk_kda(*tensors("kda", Case(), device, dtype), cu_seqlens=torch.tensor([0.0, 64.0], device=device))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
-def test_tensors_on_two_devices():
+def test_tensors_on_two_devices(cuda):
     q, k, v, g, beta = tensors("kda", Case())
     with pytest.raises(ValueError, match="argument 'k': expected a tensor on cpu, got one on cuda:0"):
-        rewy.chunk_kda(q, k.cuda(), v, g, beta)
+        rewy.chunk_kda(q, k.to(cuda), v, g, beta)
 
 
 def test_unknown_and_positional_options():

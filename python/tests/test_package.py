@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import rewy
 from recurrence import FUNCTIONS
@@ -71,11 +70,8 @@ def test_readme_s_table_is_the_signatures():
         assert all(p.kind == p.KEYWORD_ONLY for p in options)
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_quickstart(target):
-    if target == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    run = [sys.executable, str(ROOT / "examples/quickstart.py"), target]
+def test_quickstart(device):
+    run = [sys.executable, str(ROOT / "examples/quickstart.py"), device]
     text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert f"kda backward: {target} serves it" in text
+    assert f"kda backward: {device} serves it" in text
     assert text.endswith("the same state in two calls: True\n")

@@ -393,13 +393,13 @@ def test_shapes_alone(op):
     assert all(t.grad.shape == t.shape for t in inputs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams and graphs")
-def test_cuda_graph_with_other_contents(device, dtype):
-    if device != "cuda":
-        pytest.skip("CUDA tensors")
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_graph_with_other_contents(cuda):
     case = Case(T=150, offsets=(0, 10, 140))
-    inputs = leaves(tensors("kda", case, device, dtype))
-    packed = offsets(case, device)
+    inputs = leaves(tensors("kda", case, cuda, torch.bfloat16))
+    packed = offsets(case, cuda)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -409,8 +409,25 @@ def test_cuda_graph_with_other_contents(device, dtype):
     with torch.cuda.graph(graph, stream=stream):
         captured = step(rewy.chunk_kda, inputs, cu_seqlens=packed)
     with torch.no_grad():
-        for t, other in zip(inputs, tensors("kda", case, device, dtype, seed=1), strict=True):
+        for t, other in zip(inputs, tensors("kda", case, cuda, torch.bfloat16, seed=1), strict=True):
             t.copy_(other)
         packed.copy_(torch.tensor([0, 77, 150]))
     graph.replay()
     assert_same_bits(captured, step(rewy.chunk_kda, inputs, cu_seqlens=packed))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_device_of_its_tensors(cuda):
+    inputs = leaves(tensors("kda", Case(T=70), "cuda:0", torch.bfloat16))
+    expected = [t.cpu() for t in step(rewy.chunk_kda, inputs)]
+    others = leaves([t.to("cuda:1") for t in inputs])
+    with torch.cuda.device(0):
+        assert_same_bits([t.cpu() for t in step(rewy.chunk_kda, others)], expected)
+        assert torch.cuda.current_device() == 0
+
+
+def test_rows_that_a_gpu_cannot_read_are_refused(cuda):
+    q, k, v, g, beta = tensors("kda", Case(), cuda, torch.bfloat16)
+    spread = torch.stack([q, q], -1).flatten(-2)[..., ::2]
+    with pytest.raises(ValueError, match="argument 'q': expected last axis contiguous, rows 16-byte aligned"):
+        rewy.chunk_kda(spread, k, v, g, beta)
