@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +95,12 @@ def test_double_backward_is_refused(device, dtype):
         (d_q,) = torch.autograd.grad(o.square().sum(), inputs[0], create_graph=True)
         with pytest.raises(NotImplementedError, match=r"double backward .* is not supported"):
             d_q.sum().backward()
+
+
+def test_function_transforms_are_refused(device, dtype):
+    q, *rest = tensors("kda", Case(), device, dtype)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: rewy.chunk_kda(q, *rest)[0].float().sum())(q)
 
 
 def test_backward_twice_needs_retain_graph(device, dtype):
@@ -241,6 +250,34 @@ def test_threads_change_no_bit():
             assert_same_bits(step(rewy.chunk_kda, inputs), expected)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_python_threads_do_not_disturb_each_other():
+    inputs = [leaves(tensors(op, Case(T=130), seed=seed)) for seed in range(4) for op in OPS]
+    functions = [FUNCTIONS[op] for _ in range(4) for op in OPS]
+    expected = [step(f, x) for f, x in zip(functions, inputs, strict=True)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for actual, e in zip(pool.map(step, functions, inputs), expected, strict=True):
+            assert_same_bits(actual, e)
+
+
+def test_memory_is_given_back():
+    """Of calls that end well and of calls that are refused: 200 times some megabytes would be seen."""
+    inputs = leaves(tensors("kda", Case(T=512, K=64, V=64)))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            step(rewy.chunk_kda, inputs)
+            with pytest.raises(ValueError):
+                rewy.chunk_kda(*inputs, initial_state=torch.zeros(1, 2, 64, 63))
+
+    calls(20)
+    before = resident()
+    calls(200)
+    assert resident() - before < 40 << 20
 
 
 def test_in_a_layer():
