@@ -27,8 +27,13 @@ CASES = (
     Case(T=100, offsets=(0, 0, 33, 33, 97, 98, 98)),
     Case(T=70, HV=6, offsets=(0, 64, 70)),
 )
-# FP32 on a CPU: a few roundings of 6e-8 a token. BF16: the contract of docs/numerics.md.
-TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (8e-3, 2e-2)}
+# FP32 on a CPU: a few roundings of 6e-8 a token. 16-bit types: the contract of docs/numerics.md.
+TOLERANCES = {
+    torch.float64: (1e-12, 1e-12),
+    torch.float32: (1e-5, 1e-5),
+    torch.float16: (8e-3, 2e-2),
+    torch.bfloat16: (8e-3, 2e-2),
+}
 LOOSER = {"g", "beta", "b", "w"}
 
 
@@ -44,9 +49,9 @@ def run(op, case, inputs, state=None, d_o=None, d_final=None, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["f64", "f32", "bf16"])
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=["f64", "f32", "f16", "bf16"])
 def test_matches_the_recurrence(op, case, dtype, device):
-    if device == "cuda" and dtype != torch.bfloat16:
+    if device == "cuda" and dtype not in (torch.float16, torch.bfloat16):
         pytest.skip("16-bit types on a GPU")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     inputs = leaves(tensors(op, case, device, dtype))
