@@ -119,7 +119,7 @@ class Differentiable(torch.autograd.Function):
     """(o, final_state) of the operator ``forward``, by its schema's arguments.
 
     What an eager call runs. The registration below says the same of the operator itself, for whoever traces a program
-    or calls it directly; it takes twice the host time that this class does.
+    or calls it directly; it costs more host time (bench/host_time.py prints both).
     """
 
     @staticmethod
