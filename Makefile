@@ -6,10 +6,17 @@ JOBS ?= $(shell nproc)
 PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
 BENCH_PACKAGES = python3 libbenchmark-dev libopenblas-dev python3
 SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h' '*.cu' '*.cuh'
+# The Python package is tested in an environment of its own, with PyTorch from PyPI: some gigabytes, once. It is built
+# without CUDA, which takes minutes, unless PYTHON_CUDA=ON.
+PYTHON ?= python3
+PYTHON_CUDA ?= OFF
+PYTHON_PACKAGES = python3 python3-venv python3-dev
+VENV = build/venv/bin/python -m
+RUFF = build/ruff/bin/ruff
 # Tests that use threads take turns on the cores instead of spinning on them.
 CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
 
-.PHONY: build cuda demo test asan consumers bench-build bench-cpu bench-cuda format format-check sanitize-cuda tidy neon clean
+.PHONY: build cuda demo test python test-python asan consumers bench-build bench-cpu bench-cuda format format-check sanitize-cuda tidy neon clean
 
 build:
 	@cmake/install-packages $(PACKAGES)
@@ -29,6 +36,31 @@ test: build
 	cmake --build build -j $(JOBS)
 	build/rewy check
 	$(CTEST) --test-dir build
+	@$(MAKE) --no-print-directory test-python
+
+# The wheel of the Python package, in build/wheel/.
+python: build/venv/ready
+	@cmake/install-packages $(PACKAGES)
+	rm -rf build/wheel
+	$(VENV) pip wheel -q --no-build-isolation --no-deps -w build/wheel -C build-dir=build/python \
+	  -C cmake.define.REWY_CUDA=$(PYTHON_CUDA) .
+
+test-python: python
+	$(VENV) pip install -q --force-reinstall --no-deps build/wheel/*.whl
+	OMP_WAIT_POLICY=passive $(VENV) pytest -q python/tests
+
+# numpy is what PyTorch warns without; the rest builds and tests.
+build/venv/ready:
+	@cmake/install-packages $(PYTHON_PACKAGES)
+	$(PYTHON) -m venv build/venv
+	$(VENV) pip install -q --disable-pip-version-check torch numpy pytest 'scikit-build-core>=0.10'
+	touch $@
+
+build/ruff/ready:
+	@cmake/install-packages $(PYTHON_PACKAGES)
+	$(PYTHON) -m venv build/ruff
+	build/ruff/bin/python -m pip install -q --disable-pip-version-check ruff==0.17.6
+	touch $@
 
 asan:
 	@cmake/install-packages $(PACKAGES)
@@ -57,14 +89,19 @@ bench-cpu: bench-build
 bench-cuda: cuda
 	bench/run_cuda.py --rewy build/rewy $(BENCH_CUDA)
 
-# The version of clang-format that Debian 12 has: another one breaks lines elsewhere.
-format:
+# The version of clang-format that Debian 12 has: another one breaks lines elsewhere. Ruff formats and checks the Python
+# package.
+format: build/ruff/ready
 	@cmake/install-packages git clang-format-14
 	$(SOURCES) | xargs clang-format-14 -i
+	$(RUFF) check -q --fix
+	$(RUFF) format -q
 
-format-check:
+format-check: build/ruff/ready
 	@cmake/install-packages git clang-format-14
 	$(SOURCES) | xargs clang-format-14 --dry-run -Werror
+	$(RUFF) format -q --check
+	$(RUFF) check -q
 
 tidy: build
 	@cmake/install-packages git clang-tidy libomp-dev

@@ -1,0 +1,181 @@
+"""What is refused, in the library's own words, before anything is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rewy
+from recurrence import FUNCTIONS, NAMES, OPS, Case, tensors
+
+
+def arguments(op: str, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return dict(zip(NAMES[op], tensors(op, Case(B=2), device, dtype), strict=True))
+
+
+WRONG = {
+    "axes of q": (lambda a: a.update(q=a["q"][0]), ValueError, "argument 'q': expected 4 axes, got 3"),
+    "axes of v": (lambda a: a.update(v=a["v"][..., None]), ValueError, "argument 'v': expected 4 axes, got 5"),
+    "shape of k": (
+        lambda a: a.update(k=a["k"][:, :5]),
+        ValueError,
+        "argument 'k': expected shape [2, 64, 2, 32], got [2, 5, 2, 32]",
+    ),
+    "width of g": (
+        lambda a: a.update(g=a["g"][..., :8]),
+        ValueError,
+        "argument 'g': expected shape [2, 64, 2, 32], got [2, 64, 2, 8]",
+    ),
+    "heads": (
+        lambda a: a.update(v=torch.cat([a["v"], a["v"][:, :, :1]], 2)),
+        ValueError,
+        "argument 'HV': expected a multiple of H = 2, got 3",
+    ),
+    "no width": (lambda a: a.update(v=a["v"][..., :0]), ValueError, "argument 'V': expected at least 1, got 0"),
+    "integers": (
+        lambda a: a.update(q=a["q"].to(torch.int8)),
+        TypeError,
+        "argument 'q': expected a dtype among f64, f32, bf16, f16, i32 and i64, got Char",
+    ),
+    "type of q": (
+        lambda a: a.update(q=a["q"].to(torch.int32)),
+        TypeError,
+        "argument 'dtype': expected f64, f32, bf16 or f16, got i32",
+    ),
+    "mixed types": (
+        lambda a: a.update(k=a["k"].half()),
+        TypeError,
+        "argument 'k': expected dtype {dtype}, got f16",
+    ),
+    "type of a gate": (
+        lambda a: a.update(g=a["g"].to(torch.int64)),
+        TypeError,
+        "argument 'g': expected dtype f32, got i64",
+    ),
+    "no gate": (
+        lambda a: a.update(g=None),
+        TypeError,
+        "argument 'g': expected a tensor of shape [2, 64, 2, 32], got none",
+    ),
+    "a number": (lambda a: a.update(k=1.0), TypeError, "argument 'k': expected a tensor, got float"),
+    "a list": (lambda a: a.update(beta=[1.0]), TypeError, "argument 'beta': expected a tensor, got list"),
+    "state": (
+        lambda a: a.update(initial_state=torch.zeros(2, 2, 24, 32, device=a["q"].device)),
+        ValueError,
+        "argument 'initial_state': expected shape [2, 2, 32, 24], got [2, 2, 24, 32]",
+    ),
+    "packed batch": (
+        lambda a: a.update(cu_seqlens=torch.tensor([0, 64], device=a["q"].device)),
+        ValueError,
+        "argument 'B': expected 1 with packed sequences, got 2",
+    ),
+    "scale": (
+        lambda a: a.update(scale=float("inf")),
+        ValueError,
+        "argument 'scale': expected a finite number, got inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+@pytest.mark.parametrize("differentiated", [False, True], ids=["plain", "differentiated"])
+def test_refused_with_the_library_s_text(change, differentiated, device, dtype):
+    given = arguments("kda", device, dtype)
+    if differentiated:
+        for t in given.values():
+            t.requires_grad_()
+    alter, kind, text = WRONG[change]
+    alter(given)
+    with pytest.raises(kind) as caught:
+        FUNCTIONS["kda"](**given)
+    assert str(caught.value) == "kda forward: " + text.format(dtype="f32" if dtype == torch.float32 else "bf16")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operators_name_themselves(op, device, dtype):
+    given = arguments(op, device, dtype)
+    given["k"] = given["k"][:, :1]
+    with pytest.raises(ValueError, match=f"^{op} forward: argument 'k': expected shape"):
+        FUNCTIONS[op](**given)
+
+
+OFFSETS = {
+    "first": ([1, 64], "argument 'cu_seqlens': expected entry 0 to be 0, got 1"),
+    "order": ([0, 9, 8], "argument 'cu_seqlens': expected entry 2 of at least the 9 of entry 1, got 8"),
+    "end": ([0, 65], "argument 'cu_seqlens': expected entry 1 of at most T = 64, got 65"),
+    "axes": ([[0, 64]], "argument 'cu_seqlens': expected 1 axes, got 2"),
+    "none": ([], "argument 'segments': expected at least 0, got -1"),
+}
+
+
+@pytest.mark.parametrize("wrong", OFFSETS)
+def test_offsets_are_checked_on_a_cpu(wrong):
+    values, text = OFFSETS[wrong]
+    with pytest.raises(ValueError) as caught:
+        rewy.chunk_kda(*tensors("kda", Case()), cu_seqlens=torch.tensor(values, dtype=torch.int64))
+    assert str(caught.value) == "kda forward: " + text
+
+
+def test_offsets_have_whole_numbers(device, dtype):
+    with pytest.raises(TypeError, match=r"argument 'cu_seqlens': expected dtype i32 or i64, got f32$"):
+        rewy.chunk_kda(*tensors("kda", Case(), device, dtype), cu_seqlens=torch.tensor([0.0, 64.0], device=device))
+
+
+def test_tensors_on_two_devices(cuda):
+    q, k, v, g, beta = tensors("kda", Case())
+    with pytest.raises(ValueError, match="argument 'k': expected a tensor on cpu, got one on cuda:0"):
+        rewy.chunk_kda(q, k.to(cuda), v, g, beta)
+
+
+def test_unknown_and_positional_options():
+    inputs = tensors("kda", Case())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunksize'"):
+        rewy.chunk_kda(*inputs, chunksize=64)
+    with pytest.raises(TypeError, match="positional arguments"):
+        rewy.chunk_kda(*inputs, 0.5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'safe_gate'"):
+        rewy.chunk_delta_rule(*tensors("deltanet", Case()), safe_gate=True)
+
+
+UNBUILT = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "A_log": torch.zeros(2),
+    "dt_bias": torch.zeros(2),
+    "lower_bound": -5.0,
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+}
+
+
+@pytest.mark.parametrize("option", UNBUILT)
+def test_options_not_built_yet(option):
+    with pytest.raises(NotImplementedError, match=f"^rewy.chunk_kda: {option} inside the call is not built yet"):
+        rewy.chunk_kda(*tensors("kda", Case()), **{option: UNBUILT[option]})
+    with pytest.raises(NotImplementedError, match=option):
+        rewy.explain(rewy.chunk_kda, *tensors("kda", Case()), **{option: UNBUILT[option]})
+
+
+def test_explain(device, dtype):
+    inputs = tensors("kda", Case(), device, dtype)
+    lines = rewy.explain(rewy.chunk_kda, *inputs).splitlines()
+    assert lines[-1].startswith(f"kda backward: {device} serves it")
+    assert any(line.startswith(f"kda forward: {device} serves it") for line in lines)
+
+
+def test_explain_says_why_a_backend_declines():
+    text = rewy.explain(rewy.chunk_gdn2, *tensors("gdn2", Case(), dtype=torch.float64))
+    assert "gdn2 forward: cpu declines: " in text and "gdn2 backward: reference serves it\n" in text
+    with pytest.raises(ValueError, match="expected a multiple of H = 2, got 3"):
+        rewy.explain(rewy.chunk_kda, *tensors("kda", Case(HV=3)))
+    with pytest.raises(ValueError, match=r"^rewy.explain: expected one of chunk_delta_rule, "):
+        rewy.explain(torch.add, torch.zeros(1))
+
+
+def test_a_program_s_other_errors_pass(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(rewy._ops, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        rewy.chunk_kda(*tensors("kda", Case()))

@@ -1,0 +1,470 @@
+"""What a PyTorch operator owes its users: autograd, tracing, export, hooks, modes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import rewy
+from recurrence import FUNCTIONS, NAMES, OPS, Case, assert_close, assert_same_bits, leaves, offsets, tensors
+
+
+def operator_arguments(op: str, case: Case, **made) -> tuple:
+    """Arguments of torch.ops.rewy.forward up to cu_seqlens."""
+    named = dict(zip(NAMES[op], tensors(op, case, **made), strict=True))
+    device = made.get("device", "cpu")
+    return (op, *(named.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")), None, offsets(case, device))
+
+
+def step(function, inputs, **options):
+    """(o, gradients of the inputs) of one call and the loss sum(o^2) / 2."""
+    o, _ = function(*inputs, **options)
+    return [o, *torch.autograd.grad(o, inputs, o.detach())]
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_only_where_needed(op, device, dtype):
+    case = Case(T=70)
+    everything = step(FUNCTIONS[op], leaves(tensors(op, case, device, dtype)))
+    for chosen, name in enumerate(NAMES[op]):
+        inputs = tensors(op, case, device, dtype)
+        inputs[chosen].requires_grad_()
+        o, _ = FUNCTIONS[op](*inputs)
+        o.backward(o.detach())
+        for i, t in enumerate(inputs):
+            assert (t.grad is not None) == (i == chosen), name
+        assert_close(
+            inputs[chosen].grad, everything[1 + chosen].double().cpu(), 1e-6 if device == "cpu" else 1e-2, name
+        )
+
+
+def test_nothing_is_kept_without_gradients(device, dtype):
+    arguments = operator_arguments("kda", Case(), device=device, dtype=dtype)
+    assert torch.ops.rewy.forward(*arguments, policy="none")[2].numel() == 0
+    recompute = torch.ops.rewy.forward(*arguments, policy="recompute")[2].numel()
+    assert 0 < recompute < torch.ops.rewy.forward(*arguments, policy="save")[2].numel()
+    inputs = leaves(tensors("kda", Case(), device, dtype))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            o, _ = rewy.chunk_kda(*inputs)
+        assert not o.requires_grad
+    assert rewy.chunk_kda(*inputs)[0].requires_grad
+
+
+def test_unused_outputs(device, dtype, monkeypatch):
+    """An output that no loss uses costs no zeros: the operator is given no gradient of it."""
+    given = []
+    backward = rewy._ops.backward
+    monkeypatch.setattr(rewy._ops, "backward", lambda *a: given.append([t is not None for t in a[1:3]]) or backward(*a))
+    inputs = leaves(tensors("kda", Case(), device, dtype))
+    o, final = rewy.chunk_kda(*inputs, output_final_state=True)
+    torch.autograd.grad(o.sum(), inputs, retain_graph=True)
+    final.sum().backward()
+    assert given == [[True, False], [False, True]]
+    assert not inputs[0].grad.any() and inputs[1].grad.any()  # queries do not reach the state
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradcheck(op):
+    case = Case(T=7, HV=4, K=3, V=2, offsets=(0, 3, 3, 7))
+    inputs = leaves(tensors(op, case, dtype=torch.float64))
+    state = torch.randn(3, 4, 3, 2, dtype=torch.float64, requires_grad=True)
+
+    def call(*variables):
+        return FUNCTIONS[op](
+            *variables[:-1], initial_state=variables[-1], output_final_state=True, cu_seqlens=offsets(case)
+        )
+
+    assert torch.autograd.gradcheck(call, (*inputs, state))
+
+
+def test_double_backward_is_refused(device, dtype):
+    inputs = leaves(tensors("kda", Case(), device, dtype))
+    for call in (rewy.chunk_kda, lambda q, k, v, g, beta: torch.ops.rewy.forward(
+        "kda", q, k, v, g, beta, None, None, None, None
+    )[:2]):  # fmt: skip
+        o, _ = call(*inputs)
+        (d_q,) = torch.autograd.grad(o.square().sum(), inputs[0], create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"double backward .* is not supported"):
+            d_q.sum().backward()
+
+
+def test_function_transforms_are_refused(device, dtype):
+    q, *rest = tensors("kda", Case(), device, dtype)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: rewy.chunk_kda(q, *rest)[0].float().sum())(q)
+
+
+def test_backward_twice_needs_retain_graph(device, dtype):
+    inputs = leaves(tensors("gdn", Case(), device, dtype))
+    o, _ = rewy.chunk_gated_delta_rule(*inputs)
+    first = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
+    assert_same_bits(list(first), list(torch.autograd.grad(o.sum(), inputs)))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(o.sum(), inputs)
+
+
+def test_an_input_changed_in_place_is_noticed(device, dtype):
+    inputs = leaves(tensors("gdn", Case(), device, dtype))
+    k = inputs[1] * 1
+    o, _ = rewy.chunk_gated_delta_rule(inputs[0], k, *inputs[2:])
+    k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_inputs_are_not_written(device, dtype):
+    inputs = leaves(tensors("gdn2", Case(T=130), device, dtype))
+    before = [t.detach().clone() for t in inputs]
+    step(rewy.chunk_gdn2, inputs)
+    assert_same_bits([t.detach() for t in inputs], before)
+
+
+# ---- strides -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_slices_of_one_projection(op, device, dtype):
+    """q, k and v as slices of one [B, T, ...] buffer, and in [B, H, T, ...] order: the same bits as contiguous ones."""
+    case = Case(B=2, T=70, HV=4)
+    q, k, v, *rest = leaves(tensors(op, case, device, dtype))
+    expected = step(FUNCTIONS[op], [q, k, v, *rest])
+    widths = [2 * 32, 2 * 32, 4 * 24]
+    packed = torch.cat([t.detach().flatten(2) for t in (q, k, v)], -1)
+    slices = [t.unflatten(-1, (h, -1)) for t, h in zip(packed.split(widths, -1), (2, 2, 4), strict=True)]
+    heads_first = [t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    for strided in (slices, heads_first):
+        assert not any(t.is_contiguous() for t in strided)
+        assert_same_bits(step(FUNCTIONS[op], [*(t.requires_grad_() for t in strided), *rest]), expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_expanded_output_gradient(op, device, dtype):
+    inputs = leaves(tensors(op, Case(T=70), device, dtype))
+    o, _ = FUNCTIONS[op](*inputs)
+    expanded = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
+    assert_same_bits(list(expanded), list(torch.autograd.grad(o, inputs, torch.ones_like(o))))
+
+
+def test_strides_no_memory_order_has():
+    """CPU: any strides, here broadcast gates and every other feature of a wider tensor."""
+    q, k, v, g, beta = tensors("kda", Case())
+    wide = torch.stack([q, q], -1).flatten(-2)[..., ::2]
+    broadcast = g[:, :, :, :1].expand_as(g)
+    o, _ = rewy.chunk_kda(wide, k, v, broadcast, beta)
+    assert torch.equal(o, rewy.chunk_kda(q, k, v, broadcast.contiguous(), beta)[0])
+
+
+# ---- modes and hooks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast(op, device):
+    inputs = leaves(tensors(op, Case(T=70), device, torch.float32))
+    with torch.autocast(device, torch.bfloat16):
+        o, final = FUNCTIONS[op](*inputs, output_final_state=True)
+    assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    halves = [
+        t.detach().bfloat16() if n in ("q", "k", "v", "b", "w") else t.detach()
+        for n, t in zip(NAMES[op], inputs, strict=True)
+    ]
+    expected = step(FUNCTIONS[op], leaves(halves))
+    gradients = torch.autograd.grad(o, inputs, o.detach())
+    assert all(t.dtype == torch.float32 for t in gradients)
+    assert_same_bits([o, *(t.to(e.dtype) for t, e in zip(gradients, expected[1:], strict=True))], expected)
+
+
+def test_autocast_brings_types_together_and_leaves_fp64(device):
+    q, k, v, g, beta = tensors("kda", Case(), device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        mixed, _ = rewy.chunk_kda(q.bfloat16(), k, v.half(), g, beta)
+        assert mixed.dtype == torch.bfloat16
+        if device == "cpu":
+            exact, _ = rewy.chunk_kda(*tensors("kda", Case(), dtype=torch.float64))
+            assert exact.dtype == torch.float64
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("disable_recompute", [False, True])
+def test_activation_checkpointing(reentrant, disable_recompute, device, dtype):
+    inputs = leaves(tensors("kda", Case(T=130), device, dtype))
+    expected = step(rewy.chunk_kda, inputs)
+
+    def layer(*tensors):
+        return rewy.chunk_kda(*tensors, disable_recompute=disable_recompute)
+
+    o, _ = checkpoint(layer, *inputs, use_reentrant=reentrant)
+    o.backward(o.detach())
+    assert_same_bits([o, *(t.grad for t in inputs)], expected)
+
+
+def test_saved_tensor_hooks(device, dtype):
+    inputs = leaves(tensors("kda", Case(T=130), device, dtype))
+    expected = step(rewy.chunk_kda, inputs)
+    packed = []
+
+    def pack(t):
+        packed.append(t.shape)
+        return t.cpu().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
+        assert_same_bits(step(rewy.chunk_kda, inputs), expected)
+    assert len(packed) == len(inputs) + 1  # and what the forward keeps
+    with torch.autograd.graph.save_on_cpu():
+        assert_same_bits(step(rewy.chunk_kda, inputs), expected)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_deterministic_mode(op, device, dtype, deterministic):
+    """Nothing refuses, and what the forward keeps is the same bytes too."""
+    case = Case(B=2, T=130, HV=4)
+    inputs = leaves(tensors(op, case, device, dtype))
+    assert_same_bits(step(FUNCTIONS[op], inputs), step(FUNCTIONS[op], inputs))
+    arguments = operator_arguments(op, case, device=device, dtype=dtype)
+    for policy in ("recompute", "save"):
+        assert_same_bits(*(list(torch.ops.rewy.forward(*arguments, policy=policy)) for _ in range(2)))
+
+
+def test_threads_change_no_bit():
+    inputs = leaves(tensors("kda", Case(B=2, T=130, HV=4)))
+    threads = torch.get_num_threads()
+    expected = step(rewy.chunk_kda, inputs)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert_same_bits(step(rewy.chunk_kda, inputs), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_python_threads_do_not_disturb_each_other():
+    inputs = [leaves(tensors(op, Case(T=130), seed=seed)) for seed in range(4) for op in OPS]
+    functions = [FUNCTIONS[op] for _ in range(4) for op in OPS]
+    expected = [step(f, x) for f, x in zip(functions, inputs, strict=True)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for actual, e in zip(pool.map(step, functions, inputs), expected, strict=True):
+            assert_same_bits(actual, e)
+
+
+def test_memory_is_given_back():
+    """Of calls that end well and of calls that are refused: 200 times some megabytes would be seen."""
+    inputs = leaves(tensors("kda", Case(T=512, K=64, V=64)))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            step(rewy.chunk_kda, inputs)
+            with pytest.raises(ValueError):
+                rewy.chunk_kda(*inputs, initial_state=torch.zeros(1, 2, 64, 63))
+
+    calls(20)
+    before = resident()
+    calls(200)
+    assert resident() - before < 40 << 20
+
+
+def test_in_a_layer():
+    """A projection, the operator and a second projection learn: the loss falls."""
+    torch.manual_seed(0)
+    H, K = 2, 8
+    into, out_of = torch.nn.Linear(16, 4 * H * K + H), torch.nn.Linear(H * K, 16)
+    optimizer = torch.optim.Adam([*into.parameters(), *out_of.parameters()], 1e-2)
+    x = torch.randn(2, 40, 16)
+    losses = []
+    for _ in range(30):
+        q, k, v, g, beta = into(x).split([H * K] * 4 + [H], -1)
+        q, k, v, g = (t.unflatten(-1, (H, K)) for t in (q, k, v, g))
+        o, _ = rewy.chunk_kda(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, F.logsigmoid(g), beta.sigmoid())
+        loss = (out_of(o.flatten(-2)) - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+# ---- tracing -------------------------------------------------------------------------------------------------------
+
+
+TRACED = (
+    Case(B=2, T=70, HV=4),
+    Case(T=70, offsets=(0, 10, 10, 65)),
+    Case(T=3, offsets=(0, 0, 0, 1, 1, 2, 3, 3)),  # more sequences than tokens
+    Case(T=0),
+)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", TRACED, ids=str)
+@pytest.mark.parametrize("policy", ["none", "recompute", "save"])
+def test_opcheck_forward(op, case, policy, device, dtype, deterministic):
+    arguments = list(operator_arguments(op, case, device=device, dtype=dtype))
+    state = torch.randn(case.sequences, case.HV, case.V, case.K, device=device)
+    differentiated = policy != "none"
+    if differentiated:
+        arguments = [
+            t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments
+        ]
+    arguments[8] = state.requires_grad_(differentiated)
+    torch.library.opcheck(torch.ops.rewy.forward.default, (*arguments, None, True, True, policy))
+    arguments[8] = None
+    torch.library.opcheck(torch.ops.rewy.forward.default, (*arguments, 0.5, False, False, policy))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", TRACED, ids=str)
+def test_opcheck_backward(op, case, device, dtype):
+    arguments = operator_arguments(op, case, device=device, dtype=dtype)
+    o, final, saved = torch.ops.rewy.forward(*arguments, output_final_state=True)
+    for needed in (sum(1 << i for i in range(7) if arguments[1 + i] is not None), 1 << 1):
+        torch.library.opcheck(
+            torch.ops.rewy.backward.default,
+            (op, o, final, *arguments[1:], saved, None, False, "recompute", needed),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_whole_graph(op, backend, device, dtype):
+    case = Case(B=2, T=70, HV=4)
+    inputs = leaves(tensors(op, case, device, dtype))
+    state = torch.randn(2, 4, 32, 24, device=device).requires_grad_()
+
+    def layer(*variables):
+        o, final = FUNCTIONS[op](*variables[:-1], initial_state=variables[-1], output_final_state=True)
+        return o * 2, final
+
+    def outcome(function):
+        o, final = function(*inputs, state)
+        return [o, final, *torch.autograd.grad([o, final], [*inputs, state], [o.detach(), final.detach()])]
+
+    assert_same_bits(outcome(torch.compile(layer, fullgraph=True, backend=backend)), outcome(layer))
+
+
+def test_no_compilation_for_each_packing(device, dtype):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def layer(q, k, v, g, beta, cu_seqlens):
+        return rewy.chunk_kda(q, k, v, g, beta, cu_seqlens=cu_seqlens)[0]
+
+    compilations = []
+    packings = ((0, 30, 70), (0, 10, 20, 90), (0, 64, 100, 101, 130), (0, 5, 6, 7, 8, 9, 140), (0, 50, 50, 75))
+    for packing in packings:
+        case = Case(T=packing[-1] + 2, offsets=packing)
+        inputs = leaves(tensors("kda", case, device, dtype))
+        o = layer(*inputs, offsets(case, device))
+        gradients = torch.autograd.grad(o, inputs, o.detach())
+        expected = step(rewy.chunk_kda, inputs, cu_seqlens=offsets(case, device))
+        assert_same_bits([o, *gradients], expected)
+        compilations.append(counter.frame_count)
+    assert compilations == [1, 2, 2, 2, 2]  # the second finds that lengths vary
+
+
+def test_compile_with_autocast_and_checkpointing(device):
+    inputs = leaves(tensors("kda", Case(T=70), device, torch.float32))
+
+    def layer(*variables):
+        with torch.autocast(device, torch.bfloat16):
+            return checkpoint(rewy.chunk_kda, *variables, use_reentrant=False)[0]
+
+    def outcome(function):
+        o = function(*inputs)
+        return [o, *torch.autograd.grad(o, inputs, o.detach())]
+
+    assert_same_bits(outcome(torch.compile(layer, fullgraph=True, backend="aot_eager")), outcome(layer))
+
+
+def test_compiled_errors_have_the_same_text(device, dtype):
+    q, k, v, g, beta = tensors("kda", Case(), device, dtype)
+    compiled = torch.compile(rewy.chunk_kda, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"kda forward: argument 'k': expected shape \[1, 64, 2, 32\], got"):
+        compiled(q, k[:, :5], v, g, beta)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v, g, beta, cu_seqlens):
+        return rewy.chunk_kda(q, k, v, g, beta, cu_seqlens=cu_seqlens, output_final_state=True)
+
+
+def test_export(device, dtype):
+    case = Case(T=70, offsets=(0, 30, 70))
+    tokens, entries = torch.export.Dim("tokens", min=2), torch.export.Dim("entries", min=3)
+    rows = {1: tokens}
+    program = torch.export.export(
+        Layer(),
+        (*tensors("kda", case, device, dtype), offsets(case, device)),
+        dynamic_shapes={"q": rows, "k": rows, "v": rows, "g": rows, "beta": rows, "cu_seqlens": {0: entries}},
+    )
+    assert "rewy.forward" in program.graph_module.code
+    other = Case(T=90, offsets=(0, 1, 2, 3, 80))
+    inputs = (*tensors("kda", other, device, dtype, seed=1), offsets(other, device))
+    assert_same_bits(list(program.module()(*inputs)), list(Layer()(*inputs)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_alone(op):
+    """Tensors on the meta device: the shapes of a call and its backward, without a computation."""
+    inputs = [t.to("meta").requires_grad_() for t in tensors(op, Case(B=2, T=70, HV=4))]
+    o, final = FUNCTIONS[op](*inputs, output_final_state=True)
+    assert (o.shape, final.shape) == ((2, 70, 4, 24), (2, 4, 32, 24))
+    o.sum().backward()
+    assert all(t.grad.shape == t.shape for t in inputs)
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_graph_with_other_contents(cuda):
+    case = Case(T=150, offsets=(0, 10, 140))
+    inputs = leaves(tensors("kda", case, cuda, torch.bfloat16))
+    packed = offsets(case, cuda)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(rewy.chunk_kda, inputs, cu_seqlens=packed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step(rewy.chunk_kda, inputs, cu_seqlens=packed)
+    with torch.no_grad():
+        for t, other in zip(inputs, tensors("kda", case, cuda, torch.bfloat16, seed=1), strict=True):
+            t.copy_(other)
+        packed.copy_(torch.tensor([0, 77, 150]))
+    graph.replay()
+    assert_same_bits(captured, step(rewy.chunk_kda, inputs, cu_seqlens=packed))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_device_of_its_tensors(cuda):
+    inputs = leaves(tensors("kda", Case(T=70), "cuda:0", torch.bfloat16))
+    expected = [t.cpu() for t in step(rewy.chunk_kda, inputs)]
+    others = leaves([t.to("cuda:1") for t in inputs])
+    with torch.cuda.device(0):
+        assert_same_bits([t.cpu() for t in step(rewy.chunk_kda, others)], expected)
+        assert torch.cuda.current_device() == 0
+
+
+def test_rows_that_a_gpu_cannot_read_are_refused(cuda):
+    q, k, v, g, beta = tensors("kda", Case(), cuda, torch.bfloat16)
+    spread = torch.stack([q, q], -1).flatten(-2)[..., ::2]
+    with pytest.raises(ValueError, match="argument 'q': expected last axis contiguous, rows 16-byte aligned"):
+        rewy.chunk_kda(spread, k, v, g, beta)
