@@ -1,5 +1,5 @@
-// What the scans share: what a block works on, the stages of its ring, copies and scalars, and the steps inside a chunk;
-// and the producer warps of the portable form (docs/kernels/scan.md, steps 1 to 4).
+// What the scans share: what a block works on, the stages of its ring, copies and scalars, and the steps inside a
+// chunk; and the producer warps of the portable form (docs/kernels/scan.md, steps 1 to 4).
 //
 // Four producer warps copy the operands of the coming chunks into a ring of stages in shared memory, the consumer warps
 // multiply. Each stage has a barrier that says "full" and one that says "free". For scalar gates the operands are k and
