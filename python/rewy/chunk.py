@@ -62,7 +62,7 @@ def _with_options(function: Function) -> Function:
     return function
 
 
-def _refuse_unbuilt(function: str, options: dict[str, Any]) -> None:
+def _refuse_unbuilt(function: str, **options: Any) -> None:
     names = [name for name, value in options.items() if value is not None and value is not False]
     if names:
         raise NotImplementedError(
@@ -169,11 +169,9 @@ def chunk_delta_rule(
     """
     _refuse_unbuilt(
         "chunk_delta_rule",
-        {
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval,
-        },
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
     )
     return _run(
         "deltanet",
@@ -233,15 +231,13 @@ def chunk_gated_delta_rule(
     """
     _refuse_unbuilt(
         "chunk_gated_delta_rule",
-        {
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_gate_in_kernel": use_gate_in_kernel,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "lower_bound": lower_bound,
-            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval,
-        },
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
     )
     return _run(
         "gdn",
@@ -301,15 +297,13 @@ def chunk_kda(
     """
     _refuse_unbuilt(
         "chunk_kda",
-        {
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_gate_in_kernel": use_gate_in_kernel,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "lower_bound": lower_bound,
-            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval,
-        },
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
     )
     return _run(
         "kda",
@@ -371,15 +365,13 @@ def chunk_gdn2(
     """
     _refuse_unbuilt(
         "chunk_gdn2",
-        {
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_gate_in_kernel": use_gate_in_kernel,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "lower_bound": lower_bound,
-            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval,
-        },
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
     )
     return _run(
         "gdn2",
@@ -430,7 +422,7 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     call = inspect.signature(function).bind(*tensors, **options)
     call.apply_defaults()
     given = call.arguments
-    _refuse_unbuilt(function.__name__, {name: given[name] for name in _UNBUILT if name in given})
+    _refuse_unbuilt(function.__name__, **{name: given[name] for name in _UNBUILT if name in given})
     inputs, _ = _prepared(
         op,
         tuple(given.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -148,12 +150,21 @@ UNBUILT = {
 }
 
 
-@pytest.mark.parametrize("option", UNBUILT)
-def test_options_not_built_yet(option):
-    with pytest.raises(NotImplementedError, match=f"^rewy.chunk_kda: {option} inside the call is not built yet"):
-        rewy.chunk_kda(*tensors("kda", Case()), **{option: UNBUILT[option]})
-    with pytest.raises(NotImplementedError, match=option):
-        rewy.explain(rewy.chunk_kda, *tensors("kda", Case()), **{option: UNBUILT[option]})
+REFUSALS = [
+    (op, function, option)
+    for op, function in FUNCTIONS.items()
+    for option in UNBUILT
+    if option in inspect.signature(function).parameters
+]
+
+
+@pytest.mark.parametrize("op, function, option", REFUSALS, ids=lambda x: getattr(x, "__name__", x))
+def test_options_not_built_yet(op, function, option):
+    text = f"^rewy.{function.__name__}: {option} inside the call is not built yet"
+    with pytest.raises(NotImplementedError, match=text):
+        function(*tensors(op, Case()), **{option: UNBUILT[option]})
+    with pytest.raises(NotImplementedError, match=text):
+        rewy.explain(function, *tensors(op, Case()), **{option: UNBUILT[option]})
 
 
 def test_explain(device, dtype):
