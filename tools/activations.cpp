@@ -51,6 +51,14 @@ class Site {
 
   void* stream() const { return stream_ ? stream_->get() : nullptr; }
 
+  /// Captured in a graph that is replayed once, or as they are.
+  void issue(const std::function<void()>& calls, bool captured) const {
+    if (!captured) return calls();
+    const DeviceGraph graph(*stream_, calls);
+    graph.replay();
+    stream_->synchronize();
+  }
+
   TensorView input(const Tensor& t) {
     if (!t.given() || !on_gpu()) return t.view;
     return inputs_.emplace_back(t.view, device_).view();
@@ -174,7 +182,7 @@ ActivationData make_activation_data(const ActivationCase& c) {
   return d;
 }
 
-std::vector<Output> run_activation(const ActivationData& d, const RunOptions& options) {
+std::vector<Output> run_activation(const ActivationData& d, const RunOptions& options, bool captured) {
   const auto turn = turn_on(options.device);
   const Activation& a = d.activation;
   Site site(options);
@@ -199,23 +207,27 @@ std::vector<Output> run_activation(const ActivationData& d, const RunOptions& op
                              .k_rstd = output("k_rstd", a.normalise, wide(a.dtype), heads),
                              .g = output("g", gate, wide(a.gate_dtype), gates),
                              .beta = output("beta", a.strength, a.beta_dtype, strengths)};
-  activate(a, forward, execution);
+  const ActivateBackwardArgs backward{
+      .in = in,
+      .q_rstd = forward.q_rstd,
+      .k_rstd = forward.k_rstd,
+      .dq = site.input(d.dq),
+      .dk = site.input(d.dk),
+      .dg = site.input(d.dg),
+      .dbeta = site.input(d.dbeta),
+      .d_raw_q = output("d_raw_q", a.normalise, a.dtype, rows),
+      .d_raw_k = output("d_raw_k", a.normalise, a.dtype, rows),
+      .d_raw_g = output("d_raw_g", gate, a.gate_dtype, gates),
+      .d_A_log = output("d_A_log", d.A_log.given(), wide(a.gate_dtype), {a.HV}),
+      .d_dt_bias = output("d_dt_bias", d.dt_bias.given(), wide(a.gate_dtype), parameter_shape(a)),
+      .d_raw_beta = output("d_raw_beta", a.strength, a.strength_dtype, strengths)};
   execution.workspace = site.workspace(activation_workspace_bytes(a, Direction::kBackward, execution));
-  activate_backward(a,
-                    {.in = in,
-                     .q_rstd = forward.q_rstd,
-                     .k_rstd = forward.k_rstd,
-                     .dq = site.input(d.dq),
-                     .dk = site.input(d.dk),
-                     .dg = site.input(d.dg),
-                     .dbeta = site.input(d.dbeta),
-                     .d_raw_q = output("d_raw_q", a.normalise, a.dtype, rows),
-                     .d_raw_k = output("d_raw_k", a.normalise, a.dtype, rows),
-                     .d_raw_g = output("d_raw_g", gate, a.gate_dtype, gates),
-                     .d_A_log = output("d_A_log", d.A_log.given(), wide(a.gate_dtype), {a.HV}),
-                     .d_dt_bias = output("d_dt_bias", d.dt_bias.given(), wide(a.gate_dtype), parameter_shape(a)),
-                     .d_raw_beta = output("d_raw_beta", a.strength, a.strength_dtype, strengths)},
-                    execution);
+  site.issue(
+      [&] {
+        activate(a, forward, execution);
+        activate_backward(a, backward, execution);
+      },
+      captured);
   return site.collect();
 }
 
@@ -438,6 +450,7 @@ void check_activation(Operator op, const RunOptions& given) {
       throw std::runtime_error(what + ": " + failure);
     }
     require_equal(what + ", the same call again", first, run_activation(data, options));
+    if (gpu) require_equal(what + ", captured in a graph", first, run_activation(data, options, true));
     for (const int threads : {2, 3}) {
       RunOptions more = options;
       more.threads = threads;

@@ -33,8 +33,9 @@ ActivationData make_activation_data(const ActivationCase&);
 
 /// Forward and backward: q, k, q_rstd, k_rstd, g, beta and d_raw_q, d_raw_k, d_raw_g, d_A_log, d_dt_bias, d_raw_beta,
 /// as far as the activation has them. Throws rewy::Error as the library does, and std::runtime_error if anything but
-/// the elements of an output was written. Of the options device, backend and threads count.
-std::vector<Output> run_activation(const ActivationData&, const RunOptions&);
+/// the elements of an output was written. Of the options device, backend and threads count. `captured`, on a
+/// GPU: the calls are captured in a graph.
+std::vector<Output> run_activation(const ActivationData&, const RunOptions&, bool captured = false);
 
 /// What an output must be, and how far off each element may be, row-major.
 struct ActivationExpectation {
@@ -50,8 +51,8 @@ std::vector<ActivationExpectation> expect_activation(const ActivationData&, int 
 std::string first_failure(const std::vector<Output>&, const std::vector<ActivationExpectation>&);
 
 /// A property: the parts that an operator's layer has, in all types, forms of the gate and placements, against the
-/// reference; the same bits from every placement, in every batch row alone, twice, and from every number of threads.
-/// Throws std::runtime_error with what shows the fault.
+/// reference; the same bits from every placement, in every batch row alone, twice, from every number of threads and, on
+/// a GPU, from a captured graph. Throws std::runtime_error with what shows the fault.
 void check_activation(Operator, const RunOptions&);
 
 }  // namespace rewy::tool

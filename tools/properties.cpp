@@ -583,6 +583,10 @@ void activations_agree(const PropertySetting& s) {
   check_activation(s.op, options_of(s));
 }
 
+void activations_beyond_32_bits(const PropertySetting& s) {
+  check_huge_activation(s.op, s.device);
+}
+
 bool any(Operator) {
   return true;
 }
@@ -622,6 +626,8 @@ const std::vector<Property>& properties() {
       {"capture", "a captured graph computes with the contents of its replay", any, captured_in_a_graph, Where::kGpu},
       {"streams", "calls on several streams at once do not disturb each other", any, on_streams_at_once, Where::kGpu},
       {"huge", "offsets beyond 2^31 elements: every batch row gives the bits it gives alone", any, beyond_32_bits,
+       Where::kGpu, true},
+      {"huge_activation", "the same of normalisation, gates and strengths", any, activations_beyond_32_bits,
        Where::kGpu, true}};
   return all;
 }

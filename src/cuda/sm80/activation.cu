@@ -19,6 +19,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kFeatures = 8;  ///< of a thread
+/// On a multiprocessor: 32 KB of reads on their way. Three leave 80 registers, and the eight features of four tokens
+/// spill.
+constexpr int kResidentBlocks = 2;
 static_assert(32 * kFeatures == kActivationWidth);
 
 /// What the threads of a block share: one thread's eight sums, by row of threads and feature.
@@ -130,8 +133,8 @@ __device__ __forceinline__ void store(const Elements& e, const Place& at, int ro
   }
 }
 
-/// A thread's tokens, `kBatch` at a time: all are loaded before the first is used. load and use are given the place in
-/// the batch and the row.
+/// Step 2. A thread's tokens, `kBatch` at a time: all are loaded before the first is used. load and use are given the
+/// place in the batch and the row.
 template <int kBatch, class Load, class Use>
 __device__ __forceinline__ void for_each_row(const Place& at, Load&& load, Use&& use) {
   for (int first = at.row; first - at.row < kActivationTokens; first += kBatch * at.rows) {
@@ -177,7 +180,7 @@ __device__ __forceinline__ float times_unless_zero(float d, float value) {
 // ---- Queries and keys
 // ------------------------------------------------------------------------------------------------
 
-/// Over the threads of a row, in a tree.
+/// Step 3. Over the threads of a row, in a tree.
 __device__ __forceinline__ float sum_row(const ActivationPart& part, float x) {
   for (int step = 1 << part.lane_bits >> 1; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
   return x;
@@ -279,7 +282,7 @@ __device__ __forceinline__ void gate(const ActivationParams& p, const Activation
       });
 }
 
-/// Sums of the block by feature: first down the rows of threads, first to last.
+/// Step 4. Sums of the block by feature: first down the rows of threads, first to last.
 __device__ __forceinline__ void add_rows(const ActivationPart& part, const Place& at, const float (&x)[kFeatures],
                                          SharedStorage& shared, float* to) {
   const int width = kFeatures << part.lane_bits;
@@ -296,7 +299,7 @@ __device__ __forceinline__ void add_rows(const ActivationPart& part, const Place
   __syncthreads();
 }
 
-/// The sum of the block, in a tree.
+/// Step 4. The sum of the block, in a tree.
 __device__ __forceinline__ void add_block(float x, SharedStorage& shared, float* to) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
@@ -416,7 +419,7 @@ __device__ __forceinline__ void with_layout(const ActivationPart& part, Use&& us
 }
 
 template <Direction kDirection>
-__global__ void __launch_bounds__(kThreads) activation(const __grid_constant__ ActivationParams p) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks) activation(const __grid_constant__ ActivationParams p) {
   constexpr bool kForward = kDirection == Direction::kForward;
   __shared__ SharedStorage shared;
   // Step 1. The part and the place.
@@ -426,6 +429,7 @@ __global__ void __launch_bounds__(kThreads) activation(const __grid_constant__ A
   const ActivationPart& part = p.parts[index];
   const Place at = locate(p, part, blockIdx.x - begin);
 
+  // Steps 2 to 4.
   with_layout(part, [&]<class T, bool kWhole>() {
     switch (part.kind) {
       case PartKind::kNormalise:
@@ -464,7 +468,7 @@ __global__ void __launch_bounds__(kThreads) activation(const __grid_constant__ A
 constexpr int kSumColumns = 32;  ///< of a block: 128 bytes of a slot
 constexpr int kSumRows = 32;     ///< slots side by side
 
-/// The sums over all slots, in FP64: a thread takes every 32nd slot in order, a tree adds the threads.
+/// Step 5. The sums over all slots, in FP64: a thread takes every 32nd slot in order, a tree adds the threads.
 __global__ void __launch_bounds__(kSumColumns* kSumRows) activation_sums(const __grid_constant__ ActivationParams p) {
   __shared__ double shared[kSumRows][kSumColumns];
   const std::uint32_t bias_blocks = (p.bias_width + kSumColumns - 1) / kSumColumns;
