@@ -280,10 +280,11 @@ std::vector<ActivationExpectation> expect_activation(const ActivationData& d, in
     const std::size_t features = a.gate == Gate::kVector ? K : 1, width = static_cast<std::size_t>(a.HV) * features;
     const auto rate = [&](std::size_t i) { return A_log.empty() ? 1.0 : std::exp(A_log[i % width / features]); };
     const auto argument = [&](std::size_t i) { return raw[i] + (dt_bias.empty() ? 0 : dt_bias[i % width]); };
+    // A GPU's exponentials and quotients are two last places off at most, four of kUnit each; the rest are roundings.
     // An argument's rounding is that of the exponential times the argument. At -inf nothing is lost.
     const auto lost = [&](std::size_t i) {
       const double x = argument(i);
-      return std::isinf(x) ? 0 : (12 + 4 * std::abs(a.lower_bound ? rate(i) * x : x)) * kUnit;
+      return std::isinf(x) ? 0 : (16 + 4 * std::abs(a.lower_bound ? rate(i) * x : x)) * kUnit;
     };
     const double scale = std::abs(a.lower_bound.value_or(1));
     const auto least = [&](std::size_t i) { return (1 + rate(i)) * scale * kLeastNormal; };
@@ -319,9 +320,9 @@ std::vector<ActivationExpectation> expect_activation(const ActivationData& d, in
   if (a.strength) {
     const std::vector<double> raw = values(d.raw_beta.view), beta = of("beta"), d_raw = of("d_raw_beta");
     const std::vector<double> dbeta = values(d.dbeta.view);
-    expect("beta", a.beta_dtype, [&](std::size_t i) { return 8 * kUnit * beta[i] + 2 * kLeastNormal; });
+    expect("beta", a.beta_dtype, [&](std::size_t i) { return 12 * kUnit * beta[i] + 2 * kLeastNormal; });
     expect("d_raw_beta", a.strength_dtype,
-           [&](std::size_t i) { return 12 * kUnit * std::abs(d_raw[i]) + 2 * kLeastNormal * std::abs(dbeta[i]); });
+           [&](std::size_t i) { return 16 * kUnit * std::abs(d_raw[i]) + 2 * kLeastNormal * std::abs(dbeta[i]); });
   }
   return all;
 }
@@ -360,10 +361,14 @@ std::string text_of(const ActivationCase& c) {
   return text;
 }
 
+[[noreturn]] void fail(const std::string& what, const std::string& failure) {
+  throw std::runtime_error(what + ": " + failure);
+}
+
 void require_equal(const std::string& what, const std::vector<Output>& a, const std::vector<Output>& b) {
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (const auto difference = first_difference(a[i].tensor.view, b[i].tensor.view)) {
-      throw std::runtime_error(what + ": " + a[i].name + ": " + *difference);
+      fail(what, a[i].name + ": " + *difference);
     }
   }
 }
@@ -447,7 +452,7 @@ void check_activation(Operator op, const RunOptions& given) {
     }
     const std::vector<Output> first = run_activation(data, options);
     if (const std::string failure = first_failure(first, expect_activation(data)); !failure.empty()) {
-      throw std::runtime_error(what + ": " + failure);
+      fail(what, failure);
     }
     require_equal(what + ", the same call again", first, run_activation(data, options));
     if (gpu) require_equal(what + ", captured in a graph", first, run_activation(data, options, true));
@@ -467,7 +472,7 @@ void check_activation(Operator op, const RunOptions& given) {
       for (std::size_t i = 0; i < first.size(); ++i) {
         if (first[i].tensor.view.rank == 1) continue;  // a sum over the batch
         const auto difference = first_difference(slice(first[i].tensor.view, 0, row, 1), alone[i].tensor.view);
-        if (difference) throw std::runtime_error(what + ", batch row alone: " + first[i].name + ": " + *difference);
+        if (difference) fail(what, "batch row alone: " + first[i].name + ": " + *difference);
       }
     }
   }

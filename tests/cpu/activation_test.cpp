@@ -183,6 +183,40 @@ TEST(CpuActivation, RoundingModeOfTheCallerChangesNothing) {
   }
 }
 
+// Every second number of a longer vector, last to first.
+TEST(CpuActivation, ParametersOfAnyStride) {
+  const Activation a{.T = 3, .HV = 2, .K = 4, .gate = Gate::kVector};
+  std::vector<float> raw(24, 0.5f), dg(24, 1), g(24), g_dense(24);
+  const auto run = [&](std::int64_t stride, std::vector<float>& result) {
+    const auto spread = [&](std::vector<float>& memory, std::int64_t count) {
+      memory.assign(static_cast<std::size_t>(std::abs(stride) * count), kNan);
+      const std::int64_t shape[] = {count}, strides[] = {stride};
+      return TensorView(memory.data() + (stride < 0 ? -stride * (count - 1) : 0), DType::kF32, shape, strides);
+    };
+    std::vector<float> memory[4];
+    const TensorView A_log = spread(memory[0], 2), dt_bias = spread(memory[1], 8);
+    const TensorView d_A_log = spread(memory[2], 2), d_dt_bias = spread(memory[3], 8);
+    for_each(A_log, [&](std::byte* at, const Index& i, std::int64_t) {
+      store_element(at, DType::kF32, 0.25 * static_cast<double>(i[0]));
+    });
+    for_each(dt_bias, [&](std::byte* at, const Index& i, std::int64_t) {
+      store_element(at, DType::kF32, 0.5 * static_cast<double>(i[0]));
+    });
+    alignas(64) static std::byte workspace[4096];
+    const Execution execution{.backend = Backend::kCpu, .workspace = workspace};
+    const ActivationInputs in{.raw_g = view(raw, {1, 3, 2, 4}), .A_log = A_log, .dt_bias = dt_bias};
+    activate(a, {.in = in, .g = view(result, {1, 3, 2, 4})}, execution);
+    activate_backward(a, {.in = in, .dg = view(dg, {1, 3, 2, 4}), .d_A_log = d_A_log, .d_dt_bias = d_dt_bias},
+                      execution);
+    std::vector<double> sums = values(d_A_log);
+    for (const double d : values(d_dt_bias)) sums.push_back(d);
+    return sums;
+  };
+  const std::vector<double> dense = run(1, g_dense);
+  EXPECT_EQ(run(-2, g), dense);
+  EXPECT_EQ(g, g_dense);
+}
+
 TEST(CpuActivation, SumsOfAHundredThousandTokens) {
   // All terms alike, so that what rounds one addition rounds them all: one by one in FP32 it would be 1e-3.
   const Activation a{.T = 100'000, .K = 8, .gate = Gate::kVector};

@@ -19,9 +19,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kFeatures = 8;  ///< of a thread
-/// On a multiprocessor: 32 KB of reads on their way. Three leave 80 registers, and the eight features of four tokens
-/// spill.
-constexpr int kResidentBlocks = 2;
 static_assert(32 * kFeatures == kActivationWidth);
 
 /// What the threads of a block share: one thread's eight sums, by row of threads and feature.
@@ -419,7 +416,7 @@ __device__ __forceinline__ void with_layout(const ActivationPart& part, Use&& us
 }
 
 template <Direction kDirection>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks) activation(const __grid_constant__ ActivationParams p) {
+__global__ void __launch_bounds__(kThreads) activation(const __grid_constant__ ActivationParams p) {
   constexpr bool kForward = kDirection == Direction::kForward;
   __shared__ SharedStorage shared;
   // Step 1. The part and the place.
@@ -468,10 +465,14 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) activation(const __
 constexpr int kSumColumns = 32;  ///< of a block: 128 bytes of a slot
 constexpr int kSumRows = 32;     ///< slots side by side
 
+__host__ __device__ constexpr std::uint32_t blocks_of(std::int32_t width) {
+  return static_cast<std::uint32_t>(width - 1) / kSumColumns + 1;
+}
+
 /// Step 5. The sums over all slots, in FP64: a thread takes every 32nd slot in order, a tree adds the threads.
 __global__ void __launch_bounds__(kSumColumns* kSumRows) activation_sums(const __grid_constant__ ActivationParams p) {
   __shared__ double shared[kSumRows][kSumColumns];
-  const std::uint32_t bias_blocks = (p.bias_width + kSumColumns - 1) / kSumColumns;
+  const std::uint32_t bias_blocks = blocks_of(p.bias_width);
   const bool bias = blockIdx.x < bias_blocks;
   const float* from = bias ? p.bias_sums : p.rate_sums;
   const int width = bias ? p.bias_width : p.rate_width;
@@ -509,7 +510,6 @@ void launch_activation(const ActivationParams& p, Direction direction, std::uint
 }
 
 void launch_activation_sums(const ActivationParams& p, cudaStream_t stream) {
-  const auto blocks_of = [](std::int32_t width) { return static_cast<unsigned>(width - 1) / kSumColumns + 1; };
   activation_sums<<<blocks_of(p.bias_width) + blocks_of(p.rate_width), kSumColumns * kSumRows, 0, stream>>>(p);
   check_launch("activation_sums");
 }
