@@ -1,9 +1,12 @@
 #include "huge.h"
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <set>
 #include <stdexcept>
 
+#include "activations.h"
 #include "target.h"
 
 namespace rewy::tool {
@@ -58,6 +61,29 @@ class HugeTensors {
   std::vector<DeviceMemory> memory_;
 };
 
+constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+
+using NamedViews = std::vector<std::pair<std::string, TensorView>>;
+
+/// Rows on both sides of 2^31 elements, and at the ends, against the row alone.
+void require_rows(const NamedViews& outputs, std::int64_t rows, std::int64_t elements,
+                  const std::function<TensorView(const std::string&)>& alone) {
+  const std::int64_t border = kLimit / elements;  // the row that 2^31 elements end in
+  for (const std::int64_t index : std::set<std::int64_t>{0, border / 2, border - 1, border, border + 1, rows - 1}) {
+    for (const auto& [name, all] : outputs) {
+      const TensorView expected = alone(name);
+      Tensor got(expected.dtype, Shape(expected.dims().begin(), expected.dims().end()));
+      const std::size_t size = got.buffer.size();
+      copy_to_host(got.buffer.data(), static_cast<const std::byte*>(all.data) + static_cast<std::size_t>(index) * size,
+                   size);
+      if (const auto difference = first_difference(got.view, expected)) {
+        throw std::runtime_error("batch row " + std::to_string(index) + " of " + std::to_string(rows) +
+                                 " against the row alone: " + name + ": " + *difference);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void check_huge(Operator op, const Device& device, int architecture) {
@@ -67,7 +93,6 @@ void check_huge(Operator op, const Device& device, int architecture) {
   const Call row = data.call();
   const Run alone = run(row, {.device = device, .architecture = architecture});
 
-  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   const std::int64_t elements = row.in.q.elements();
   Problem p = c.problem;
   p.B = kLimit / elements + 3;
@@ -81,7 +106,7 @@ void check_huge(Operator op, const Device& device, int architecture) {
                   .b = huge.repeated(row.in.b),
                   .w = huge.repeated(row.in.w),
                   .initial_state = huge.repeated(row.in.initial_state)};
-  std::vector<std::pair<std::string, TensorView>> outputs;
+  NamedViews outputs;
   const auto output = [&](const char* name, const TensorView& like) {
     const TensorView view = huge.poisoned(like);
     if (view.given()) outputs.emplace_back(name, view);
@@ -118,17 +143,92 @@ void check_huge(Operator op, const Device& device, int architecture) {
   stream.synchronize();
   if (!huge.guards_intact()) throw std::runtime_error("wrote past the end of a tensor");
 
-  const std::int64_t border = kLimit / elements;  // the row that 2^31 elements end in
-  for (const std::int64_t index : std::set<std::int64_t>{0, border / 2, border - 1, border, border + 1, p.B - 1}) {
-    for (const auto& [name, all] : outputs) {
-      const TensorView& expected = alone[name];
-      Tensor got(expected.dtype, Shape(expected.dims().begin(), expected.dims().end()));
-      const std::size_t size = got.buffer.size();
-      copy_to_host(got.buffer.data(), static_cast<const std::byte*>(all.data) + static_cast<std::size_t>(index) * size,
-                   size);
-      if (const auto difference = first_difference(got.view, expected)) {
-        throw std::runtime_error("batch row " + std::to_string(index) + " of " + std::to_string(p.B) +
-                                 " against the row alone: " + name + ": " + *difference);
+  require_rows(outputs, p.B, elements, [&](const std::string& name) { return alone[name]; });
+}
+
+void check_huge_activation(Operator op, const Device& device) {
+  ActivationCase c;
+  Activation& a = c.activation;
+  a = {.T = 1000, .H = 16, .HV = 16, .K = 128, .normalise = true, .dtype = DType::kBF16, .gate = gate_of(op)};
+  a.gate_dtype = a.strength_dtype = DType::kBF16;
+  a.strength = strength_of(op) == Strength::kShared;
+  const ActivationData data = make_activation_data(c);
+  const std::vector<Output> one = run_activation(data, {.device = device});
+  const auto alone = [&](const std::string& name) {
+    for (const Output& output : one) {
+      if (output.name == name) return output.tensor.view;
+    }
+    throw std::logic_error("no output " + name);
+  };
+
+  const std::int64_t elements = data.raw_q.view.elements();
+  a.B = kLimit / elements + 3;
+  const DeviceStream stream(device);
+  HugeTensors huge(device, a.B);
+  NamedViews outputs;
+  const auto output = [&](const char* name, bool wanted) {
+    if (!wanted) return TensorView{};
+    outputs.emplace_back(name, huge.poisoned(alone(name)));
+    return outputs.back().second;
+  };
+  const bool gate = a.gate != Gate::kNone;
+  // One for all rows, which HugeTensors would repeat.
+  std::vector<DeviceCopy> parameters;
+  const auto parameter = [&](const Tensor& t) {
+    return t.given() ? parameters.emplace_back(t.view, device).view() : TensorView{};
+  };
+  Tensor sums[2];
+  std::vector<DeviceMemory> device_sums;
+  const auto sum = [&](Tensor& to, const char* name) {
+    if (!gate) return TensorView{};
+    const TensorView& like = alone(name);
+    to = Tensor(like.dtype, Shape(like.dims().begin(), like.dims().end()));
+    device_sums.emplace_back(device, to.buffer.size(), Buffer::kPoison);
+    return TensorView(device_sums.back().data(), like.dtype, like.dims(), device);
+  };
+  const ActivationInputs in{.raw_q = huge.repeated(data.raw_q.view),
+                            .raw_k = huge.repeated(data.raw_k.view),
+                            .raw_g = huge.repeated(data.raw_g.view),
+                            .A_log = parameter(data.A_log),
+                            .dt_bias = parameter(data.dt_bias),
+                            .raw_beta = huge.repeated(data.raw_beta.view)};
+  Execution execution{.device = device, .stream = stream.get()};
+  const ActivateArgs forward{.in = in,
+                             .q = output("q", true),
+                             .k = output("k", true),
+                             .q_rstd = output("q_rstd", true),
+                             .k_rstd = output("k_rstd", true),
+                             .g = output("g", gate),
+                             .beta = output("beta", a.strength)};
+  activate(a, forward, execution);
+  execution.workspace = huge.memory(activation_workspace_bytes(a, Direction::kBackward, execution));
+  activate_backward(a,
+                    {.in = in,
+                     .q_rstd = forward.q_rstd,
+                     .k_rstd = forward.k_rstd,
+                     .dq = huge.repeated(data.dq.view),
+                     .dk = huge.repeated(data.dk.view),
+                     .dg = huge.repeated(data.dg.view),
+                     .dbeta = huge.repeated(data.dbeta.view),
+                     .d_raw_q = output("d_raw_q", true),
+                     .d_raw_k = output("d_raw_k", true),
+                     .d_raw_g = output("d_raw_g", gate),
+                     .d_A_log = sum(sums[0], "d_A_log"),
+                     .d_dt_bias = sum(sums[1], "d_dt_bias"),
+                     .d_raw_beta = output("d_raw_beta", a.strength)},
+                    execution);
+  stream.synchronize();
+  if (!huge.guards_intact()) throw std::runtime_error("wrote past the end of a tensor");
+  require_rows(outputs, a.B, elements, alone);
+  for (std::size_t i = 0; i < device_sums.size(); ++i) {
+    copy_to_host(sums[i].buffer.data(), device_sums[i].data(), sums[i].buffer.size());
+    const char* name = i == 0 ? "d_A_log" : "d_dt_bias";
+    const std::vector<double> row = values(alone(name)), all = values(sums[i].view);
+    for (std::size_t j = 0; j < row.size(); ++j) {
+      const double expected = static_cast<double>(a.B) * row[j];
+      if (std::abs(all[j] - expected) > 0x1p-22 * std::abs(expected)) {
+        throw std::runtime_error(std::string(name) + " of " + std::to_string(a.B) +
+                                 " equal rows: " + std::to_string(all[j]) + " instead of " + std::to_string(expected));
       }
     }
   }

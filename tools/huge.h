@@ -11,4 +11,8 @@ namespace rewy::tool {
 /// where they differ, DeviceError where the device has not the memory: up to 110 GB.
 void check_huge(Operator, const Device&, int architecture);
 
+/// The same of the activations a layer of the operator has: up to 65 GB. Sums over the tokens must be as many times the
+/// row's as there are rows, within FP32's rounding.
+void check_huge_activation(Operator, const Device&);
+
 }  // namespace rewy::tool

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "activations.h"
 #include "huge.h"
 #include "target.h"
 
@@ -575,6 +576,17 @@ void beyond_32_bits(const PropertySetting& s) {
   check_huge(s.op, s.device, s.architecture);
 }
 
+// ---- Around the operators
+// ----------------------------------------------------------------------------------------------
+
+void activations_agree(const PropertySetting& s) {
+  check_activation(s.op, options_of(s));
+}
+
+void activations_beyond_32_bits(const PropertySetting& s) {
+  check_huge_activation(s.op, s.device);
+}
+
 bool any(Operator) {
   return true;
 }
@@ -609,9 +621,13 @@ const std::vector<Property>& properties() {
       {"split", "two calls that hand the state on are one call", any, split_is_whole},
       {"graphs", "all derivative graphs give the same gradients", any, graphs_agree, Where::kCpu},
       {"refusals", "calls with wrong arguments are refused", any, bad_calls_refused},
+      {"activation", "normalisation, gates and strengths against the reference, in bits for any strides and threads",
+       any, activations_agree},
       {"capture", "a captured graph computes with the contents of its replay", any, captured_in_a_graph, Where::kGpu},
       {"streams", "calls on several streams at once do not disturb each other", any, on_streams_at_once, Where::kGpu},
       {"huge", "offsets beyond 2^31 elements: every batch row gives the bits it gives alone", any, beyond_32_bits,
+       Where::kGpu, true},
+      {"huge_activation", "the same of normalisation, gates and strengths", any, activations_beyond_32_bits,
        Where::kGpu, true}};
   return all;
 }

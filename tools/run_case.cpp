@@ -274,15 +274,11 @@ Run PlacedCall::collect() const& {
   return copy;
 }
 
-namespace {
-
-/// One thread's calls at a time on a GPU: an error that a call leaves on a device would show in another thread's.
+// One thread's calls at a time: an error that a call leaves on a device would show in another thread's.
 std::unique_lock<std::mutex> turn_on(const Device& device) {
   static std::mutex mutex;
   return device.kind == DeviceKind::kCuda ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
-
-}  // namespace
 
 Run run(const Call& call, const RunOptions& options) {
   const auto turn = turn_on(options.device);

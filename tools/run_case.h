@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -89,6 +90,9 @@ class PlacedCall {
   std::span<std::byte> forward_workspace_, backward_workspace_;
   std::unique_ptr<Site> site_;
 };
+
+/// Calls of several threads on one GPU take turns: hold it while one runs. Nothing on the CPU.
+std::unique_lock<std::mutex> turn_on(const Device&);
 
 /// On a GPU: forward and backward captured in one graph, replayed once for each call with its contents in the memory of
 /// the first.

@@ -1,8 +1,8 @@
 #include "common/dispatch.h"
 
-#include <algorithm>
 #include <cmath>
 
+#include "common/choice.h"
 #include "common/validate.h"
 
 namespace rewy {
@@ -15,61 +15,15 @@ constexpr const BackendEntry* kTable[] = {
 #endif
     &kCpuBackend, &kReferenceBackend};
 
-bool serves_device(Table table, DeviceKind kind) {
-  return std::ranges::any_of(table, [&](const BackendEntry* entry) { return entry->device == kind; });
-}
-
-std::string no_backend_for(DeviceKind kind) {
-  return "no backend of this build serves " + std::string(name(kind)) + " tensors";
-}
-
-std::string reason_against(const BackendEntry& entry, Table table, const Problem& p, Direction direction,
-                           const Execution& execution) {
-  const DeviceKind kind = execution.device.kind;
-  if (entry.device == kind) return entry.declines(p, direction, execution);
-  if (!serves_device(table, kind)) return no_backend_for(kind);
-  return "serves " + std::string(name(entry.device)) + " tensors only";
-}
-
-struct Choice {
-  const BackendEntry* entry = nullptr;  // null: none serves
-  Explanation explanation;
-};
-
-Choice look_up(Table table, const Problem& p, Direction direction, const Execution& execution) {
-  Choice choice;
-  for (const BackendEntry* entry : table) {
-    if (execution.backend != Backend::kAutomatic && execution.backend != entry->id) continue;
-    const std::string reason = reason_against(*entry, table, p, direction, execution);
-    choice.explanation.rows.push_back({std::string(name(entry->id)), reason, {}});
-    if (reason.empty()) {
-      choice.entry = entry;
-      choice.explanation.backend = name(entry->id);
-      break;
-    }
-  }
-  return choice;
-}
+}  // namespace
 
 std::string describe(const Problem& p, const Execution& execution) {
   return std::string(name(p.op)) + " of dtype " + std::string(name(p.dtype)) + ", K = " + std::to_string(p.K) +
          ", V = " + std::to_string(p.V) + " on " + std::string(name(execution.device.kind));
 }
 
-}  // namespace
-
 const BackendEntry& choose(Table table, const Problem& p, Direction direction, const Execution& execution) {
-  const Choice choice = look_up(table, p, direction, execution);
-  if (choice.entry != nullptr) return *choice.entry;
-  if (const DeviceKind kind = execution.device.kind; kind != DeviceKind::kCpu && !serves_device(table, kind)) {
-    throw Error(operation(p, direction), "device", "cpu", std::string(name(kind)) + ": " + no_backend_for(kind));
-  }
-  std::string reasons;
-  for (const Explanation::Row& row : choice.explanation.rows) {
-    reasons += (reasons.empty() ? "" : "; ") + row.backend + ": " + row.reason;
-  }
-  if (reasons.empty()) reasons = std::string(name(execution.backend)) + ", which is not in this build";
-  throw Error(operation(p, direction), "backend", "a backend that serves " + describe(p, execution), reasons);
+  return choose_entry(table, p, direction, execution);
 }
 
 Explanation explain(Table table, const Problem& p, Direction direction, const Execution& execution) {

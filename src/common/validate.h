@@ -10,6 +10,8 @@ namespace rewy {
 
 /// "kda backward", the first words of every message.
 std::string operation(const Problem&, Direction);
+/// "kda of dtype bf16, K = 128, V = 128 on cuda"
+std::string describe(const Problem&, const Execution&);
 
 /// What the size functions need: the problem itself, and device, stream, threads and architecture of the execution.
 void validate(const Problem&, Direction, const Execution& = {});

@@ -1,18 +1,13 @@
 // The CPU backend: lays out the workspace, cuts sequences into chunks and runs the stages over threads.
 #include <omp.h>
 
-#include <hwy/highway.h>
-
-#if HWY_ARCH_X86
-#include <xmmintrin.h>
-#endif
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "common/arena.h"
 #include "common/backend.h"
+#include "cpu/float_state.h"
 #include "cpu/stages.h"
 #include "cpu/storage.h"
 
@@ -20,41 +15,6 @@ namespace rewy {
 namespace {
 
 using namespace cpu;
-
-/// Results under the normal range become 0 while it lives: decays reach it all the time, and such numbers cost a
-/// hundred cycles each on some processors. It sets the whole floating-point state: with a rounding mode or traps of its
-/// own, the caller's thread would differ from the others.
-class FlushSubnormals {
- public:
-#if HWY_ARCH_X86
-  FlushSubnormals() : saved_(_mm_getcsr()) {
-    _mm_setcsr(0x9fc0u);
-  }
-  ~FlushSubnormals() {
-    _mm_setcsr(saved_);
-  }
-
- private:
-  unsigned saved_;
-#elif HWY_ARCH_ARM_A64
-  FlushSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(1ull << 24));
-  }
-  ~FlushSubnormals() {
-    asm volatile("msr fpcr, %0" : : "r"(saved_));
-  }
-
- private:
-  unsigned long long saved_;
-#else
-  FlushSubnormals() {}
-  ~FlushSubnormals() {}
-#endif
- public:
-  FlushSubnormals(const FlushSubnormals&) = delete;
-  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
-};
 
 int thread_count(const Execution& execution) {
   return execution.threads > 0 ? execution.threads : omp_get_max_threads();
@@ -169,7 +129,7 @@ void run(std::int64_t tasks, int threads, const Workspace& w, Task&& task) {
   if (tasks == 0) return;
 #pragma omp parallel num_threads(threads)
   {
-    const FlushSubnormals flush;
+    const FloatState state(Subnormals::kFlush);
     const auto me = static_cast<std::size_t>(omp_get_thread_num());
     const std::span<std::byte> scratch(w.scratch + me * w.scratch_stride, w.scratch_stride);
 #pragma omp for schedule(dynamic)

@@ -4,12 +4,10 @@
 
 #include <cmath>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <string>
 
 #include "common/validate.h"
-#include "cuda/check.h"
+#include "cuda/device_state.h"
 #include "cuda/kernels.h"
 #include "cuda/sm90a/scan.h"
 #include "cuda/workspace.h"
@@ -22,69 +20,6 @@ using namespace cuda;
 constexpr std::int64_t kMostWidth = 256;
 constexpr std::int64_t kWidthStep = 8;  // 16 bytes of 16-bit elements: what one cp.async copies
 constexpr std::size_t kRowAlign = 16;   // bytes, for the same reason
-constexpr int kLeastCapability = 80;
-
-/// The device is current while it lives, the caller's again afterwards.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int index) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    changed_ = before_ != index;
-    if (changed_) check(cudaSetDevice(index), "cudaSetDevice");
-  }
-  ~CurrentDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
-
-struct DeviceAnswer {
-  DeviceLimits limits{};
-  std::string problem;  ///< empty: limits are valid
-};
-
-DeviceAnswer ask_device(int index) {
-  DeviceAnswer answer{.limits = {.index = index}, .problem = {}};
-  int count = 0;
-  cudaError_t status = cudaGetDeviceCount(&count);
-  if (status == cudaSuccess && count == 0) status = cudaErrorNoDevice;
-  if (status == cudaSuccess && (index < 0 || index >= count)) {
-    answer.problem = "no CUDA device " + std::to_string(index) + ", there are " + std::to_string(count);
-    return answer;
-  }
-  int major = 0, minor = 0;
-  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&value, attribute, index);
-  };
-  ask(major, cudaDevAttrComputeCapabilityMajor);
-  ask(minor, cudaDevAttrComputeCapabilityMinor);
-  ask(answer.limits.multiprocessors, cudaDevAttrMultiProcessorCount);
-  ask(answer.limits.shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  answer.limits.compute_capability = 10 * major + minor;
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // reported here, not by the next launch's check
-    int driver = 0;
-    const bool none = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;
-    answer.problem = std::string("no usable CUDA device (") + (none ? "no driver" : cudaGetErrorString(status)) + ")";
-  }
-  return answer;
-}
-
-/// Asked once a device. Failures are asked again: devices may become visible later.
-DeviceAnswer device_limits(int index) {
-  static std::mutex mutex;
-  static std::map<int, DeviceLimits> known;
-  const std::lock_guard lock(mutex);
-  if (const auto at = known.find(index); at != known.end()) return {.limits = at->second, .problem = {}};
-  DeviceAnswer answer = ask_device(index);
-  if (answer.problem.empty()) known.emplace(index, answer.limits);
-  return answer;
-}
 
 bool is_width(std::int64_t n) {
   return n % kWidthStep == 0 && n >= kWidthStep && n <= kMostWidth;
@@ -123,13 +58,9 @@ std::string declines_cuda(const Problem& p, Direction direction, const Execution
   if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";
   if (!counts_fit(p)) return "T or chunks * HV reaches 2^31, or sequences * HV 2^26";
 
-  const auto [limits, problem] = device_limits(execution.device.index);
-  if (!problem.empty()) return problem;
+  if (const std::string problem = device_declines(execution.device.index); !problem.empty()) return problem;
+  const DeviceLimits limits = device_limits(execution.device.index).limits;
   const std::string device = "device " + std::to_string(limits.index);
-  if (limits.compute_capability < kLeastCapability) {
-    return device + " has compute capability " + std::to_string(limits.compute_capability / 10) + "." +
-           std::to_string(limits.compute_capability % 10) + ", below 8.0";
-  }
   const auto lacks = [&](int need) { return need > limits.shared_bytes_per_block; };
   const auto memory = [&](int need, const std::string& what) {
     return device + " has " + std::to_string(limits.shared_bytes_per_block) + " bytes of shared memory a block, " +
