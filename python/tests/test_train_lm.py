@@ -36,7 +36,7 @@ def test_loss_falls(train_lm, operator, text):
     losses = list(train_lm.train(model, text, batch=8, length=64, steps=40, lr=1e-2))
     after = train_lm.evaluate(model, windows, batch=16)
     assert 7.5 < before < 9.5  # knows nothing
-    assert len(losses) == 40 and after < 5  # the bytes' own frequencies say about as much
+    assert len(losses) == 40 and after < 4.2  # without any context it could not fall below 4.43
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
 
