@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 import rewy
 
+# By chunks of tokens, for training and prompts; and token by token, for decoding. Equal within rounding.
 OPERATORS = {
-    "deltanet": rewy.chunk_delta_rule,
-    "gdn": rewy.chunk_gated_delta_rule,
-    "kda": rewy.chunk_kda,
-    "gdn2": rewy.chunk_gdn2,
+    "deltanet": (rewy.chunk_delta_rule, rewy.fused_recurrent_delta_rule),
+    "gdn": (rewy.chunk_gated_delta_rule, rewy.fused_recurrent_gated_delta_rule),
+    "kda": (rewy.chunk_kda, rewy.fused_recurrent_kda),
+    "gdn2": (rewy.chunk_gdn2, rewy.fused_recurrent_gdn2),
 }
 CONVOLUTION = 4  # tokens that the short convolution sees, the current one included
 
@@ -50,7 +51,7 @@ class Mixer(nn.Module):
     def __init__(self, operator: str, width: int, heads: int) -> None:
         super().__init__()
         self.operator, self.heads, self.K = operator, heads, width // heads
-        self.delta_rule = OPERATORS[operator]
+        self.by_chunks, self.by_tokens = OPERATORS[operator]
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.convolution = nn.Conv1d(3 * width, 3 * width, CONVOLUTION, groups=3 * width, bias=False)
         # One strength a head, or with GDN2 one for each feature that is erased and one for each that is written.
@@ -91,7 +92,8 @@ class Mixer(nn.Module):
             options["b"], options["w"] = strengths.chunk(2, dim=2)  # [B, T, H, K] each
         else:
             options |= {"beta": self.strength(x), "use_beta_sigmoid_in_kernel": True}  # [B, T, H]
-        o, S = self.delta_rule(q, k, v, **options)  # [B, T, H, V], [B, H, K, V]
+        delta_rule = self.by_chunks if state is None or T > 1 else self.by_tokens
+        o, S = delta_rule(q, k, v, **options)  # [B, T, H, V], [B, H, K, V]
 
         y = self.out((self.norm(o.float()) * F.silu(self.gate(x)).view_as(o)).flatten(2))
         return y, None if state is None else (raw[:, T:], S)

@@ -32,6 +32,7 @@ struct Options {
   bool state_v_first;
   const std::string& policy;  ///< "none", "recompute" or "save"
   const std::string& backend;
+  Schedule schedule;
   bool normalise, activate_gate, activate_beta, allow_neg_eigval;
   std::optional<double> lower_bound;
 };
@@ -84,11 +85,12 @@ struct Call {
     }
     describe_activation(t, options);
     problem.state_layout = options.state_v_first ? StateLayout::kVK : StateLayout::kKV;
-    keeps = options.policy != "none";
-    if (keeps) problem.policy = parse_policy(options.policy);
+    differentiated = options.policy != "none";
+    if (differentiated) problem.policy = parse_policy(options.policy);
     problem.scale = options.scale;
     execution.device = device_of(t.q, name, "q");
     execution.backend = parse_backend(options.backend);
+    execution.schedule = options.schedule;
     if (execution.device.kind == DeviceKind::kCpu) {
       execution.threads = static_cast<int>(torch::stable::get_num_threads());
     }
@@ -132,7 +134,7 @@ struct Call {
   }
 
   /// Whether the backward is given what activate() made; else it is made again.
-  bool keeps_activated() const { return keeps && problem.policy == Policy::kSave; }
+  bool keeps_activated() const { return differentiated && problem.policy == Policy::kSave; }
   bool activates() const { return activation.normalise || activation.gate != Gate::kNone || activation.strength; }
   std::array<std::int64_t, 3> activated_shape() const {
     return {problem.B, problem.T, activated_bytes_of_token(activation)};
@@ -164,7 +166,7 @@ struct Call {
   Activation activation;
   std::string name;  ///< "kda forward", for messages
   Execution execution;
-  bool keeps = true;  ///< whether the forward keeps what the backward can reuse
+  bool differentiated = true;  ///< whether there will be a backward
 
  private:
   /// The parts that are activated inside the call; the operator's strength is then what its sigmoid makes.
@@ -187,25 +189,27 @@ struct Call {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g,
-                                                      OptionalTensor beta, OptionalTensor b, OptionalTensor w,
-                                                      OptionalTensor initial_state, OptionalTensor A_log,
-                                                      OptionalTensor dt_bias, OptionalTensor cu_seqlens,
-                                                      std::optional<double> scale, bool output_final_state,
-                                                      bool state_v_first, std::string policy, std::string backend,
-                                                      bool normalise, bool activate_gate, bool activate_beta,
-                                                      bool allow_neg_eigval, std::optional<double> lower_bound) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
+    std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b,
+    OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
+    OptionalTensor cu_seqlens, std::optional<double> scale, bool output_final_state, bool state_v_first,
+    std::string policy, std::string backend, std::string schedule, bool normalise, bool activate_gate,
+    bool activate_beta, bool allow_neg_eigval, std::optional<double> lower_bound) {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
-  Call call(
-      op, Direction::kForward, tensors,
-      {scale, state_v_first, policy, backend, normalise, activate_gate, activate_beta, allow_neg_eigval, lower_bound});
+  Call call(op, Direction::kForward, tensors,
+            {scale, state_v_first, policy, backend, parse_schedule(schedule), normalise, activate_gate, activate_beta,
+             allow_neg_eigval, lower_bound});
   const Device device = call.execution.device;
   const Problem& p = call.problem;
   const DeviceScope scope(device);
   call.execution.stream = scope.stream();
   const Bytes bytes = workspace_bytes(p, Direction::kForward, call.execution);
-  // A backward that nothing serves is refused now, not after the model's forward.
-  if (call.keeps) static_cast<void>(workspace_bytes(p, Direction::kBackward, call.execution));
+  if (call.differentiated) {  // a backward that nothing serves is refused now, not after the model's forward
+    Execution by_chunks = call.execution;
+    by_chunks.schedule = Schedule::kChunks;
+    static_cast<void>(workspace_bytes(p, Direction::kBackward, by_chunks));
+  }
+  const bool keeps = call.differentiated && call.execution.schedule == Schedule::kChunks;
 
   const std::int64_t o_shape[] = {p.B, p.T, p.HV, p.V}, none[] = {0};
   Tensor activated = allocate_kept(none, device);
@@ -221,7 +225,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, 
                                                 : allocate(none, call.state_dtype(), device);
   if (output_final_state) args.final_state = view(final_state, call.name, "final_state");
   const Tensor saved =
-      call.keeps ? allocate_kept(saved_shape(p, bytes, call.execution), device) : allocate_kept(none, device);
+      keeps ? allocate_kept(saved_shape(p, bytes, call.execution), device) : allocate_kept(none, device);
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);
@@ -270,9 +274,9 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
                                 bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
                                 std::optional<double> lower_bound) {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
-  Call call(
-      op, Direction::kBackward, tensors,
-      {scale, state_v_first, policy, backend, normalise, activate_gate, activate_beta, allow_neg_eigval, lower_bound});
+  Call call(op, Direction::kBackward, tensors,
+            {scale, state_v_first, policy, backend, Schedule::kChunks, normalise, activate_gate, activate_beta,
+             allow_neg_eigval, lower_bound});
   const Device device = call.execution.device;
   const Problem& p = call.problem;
   const Activation& a = call.activation;
@@ -348,8 +352,9 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
 std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
                        OptionalTensor b, OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log,
                        OptionalTensor dt_bias, OptionalTensor cu_seqlens, std::optional<double> scale,
-                       bool state_v_first, std::string policy, std::string backend, bool normalise, bool activate_gate,
-                       bool activate_beta, bool allow_neg_eigval, std::optional<double> lower_bound) {
+                       bool state_v_first, std::string policy, std::string backend, std::string schedule,
+                       bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
+                       std::optional<double> lower_bound) {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
   std::string text;
   const auto add = [&](const std::string& name, const Explanation& explanation) {
@@ -359,9 +364,11 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
     if (explanation.backend.empty()) text += name + ": no backend serves it\n";
   };
   for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    // A backward goes by chunks, whatever the forward does.
+    const Schedule by = direction == Direction::kForward ? parse_schedule(schedule) : Schedule::kChunks;
     const Call call(op, direction, tensors,
-                    {scale, state_v_first, policy, backend, normalise, activate_gate, activate_beta, allow_neg_eigval,
-                     lower_bound});
+                    {scale, state_v_first, policy, backend, by, normalise, activate_gate, activate_beta,
+                     allow_neg_eigval, lower_bound});
     const DeviceScope scope(call.execution.device);
     if (call.activates()) {
       add(operation(call.activation, direction), explain(call.activation, direction, call.execution));
@@ -379,8 +386,8 @@ STABLE_TORCH_LIBRARY(rewy, m) {
       "forward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
       "Tensor? initial_state=None, Tensor? A_log=None, Tensor? dt_bias=None, Tensor? cu_seqlens=None, "
       "float? scale=None, bool output_final_state=False, bool state_v_first=False, str policy=\"recompute\", "
-      "str backend=\"auto\", bool normalise=False, bool activate_gate=False, bool activate_beta=False, "
-      "bool allow_neg_eigval=False, float? lower_bound=None) "
+      "str backend=\"auto\", str schedule=\"chunks\", bool normalise=False, bool activate_gate=False, "
+      "bool activate_beta=False, bool allow_neg_eigval=False, float? lower_bound=None) "
       "-> (Tensor o, Tensor final_state, Tensor saved, Tensor activated)");
   m.def(
       "backward(str op, Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
@@ -391,8 +398,8 @@ STABLE_TORCH_LIBRARY(rewy, m) {
   m.def(
       "explain(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
       "Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, float? scale, bool state_v_first, "
-      "str policy, str backend, bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval, "
-      "float? lower_bound) -> str");
+      "str policy, str backend, str schedule, bool normalise, bool activate_gate, bool activate_beta, "
+      "bool allow_neg_eigval, float? lower_bound) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rewy, CPU, m) {

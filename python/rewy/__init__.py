@@ -12,6 +12,24 @@ Everything that computes is C++ and CUDA; the operators below the functions are 
 import torch as _torch  # noqa: F401  # its library must be loaded before the module that uses it
 
 from ._C import version as __version__
-from .chunk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, explain
+from ._call import explain
+from .chunk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gdn2, chunk_kda
+from .recurrent import (
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
+    fused_recurrent_kda,
+)
 
-__all__ = ["__version__", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_gdn2", "chunk_kda", "explain"]
+__all__ = [
+    "__version__",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn2",
+    "chunk_kda",
+    "explain",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn2",
+    "fused_recurrent_kda",
+]

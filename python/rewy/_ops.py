@@ -17,10 +17,10 @@ backward = torch.ops.rewy.backward.default
 
 
 def _saved_shape(
-    op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, policy: str, backend: str
+    op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, policy: str, backend: str, schedule: str
 ) -> tuple[int | torch.SymInt, ...]:
     """[chunks, HV, bytes a chunk and head] as the forward allocates it; lengths may be symbols, widths are numbers."""
-    if policy == "none":
+    if policy == "none" or schedule == "tokens":
         return (0,)
     batch, tokens = q.shape[0], q.shape[1]
     chunks: int | torch.SymInt
@@ -73,6 +73,7 @@ def _(
     state_v_first: bool = False,
     policy: str = "recompute",
     backend: str = "auto",
+    schedule: str = "chunks",
     normalise: bool = False,
     activate_gate: bool = False,
     activate_beta: bool = False,
@@ -85,7 +86,7 @@ def _(
     state = (width, q.shape[3]) if state_v_first else (q.shape[3], width)
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     final_state = q.new_empty((sequences, heads, *state) if output_final_state else (0,), dtype=state_dtype)
-    saved = q.new_empty(_saved_shape(op, q, v, cu_seqlens, policy, backend), dtype=torch.uint8)
+    saved = q.new_empty(_saved_shape(op, q, v, cu_seqlens, policy, backend, schedule), dtype=torch.uint8)
     kept = _activated_shape(op, q, v, g, beta, policy, normalise, activate_gate, activate_beta)
     return o, final_state, saved, q.new_empty(kept, dtype=torch.uint8)
 
@@ -124,9 +125,9 @@ def _(
 
 
 # Positions in the schema of forward.
-_Q, _CU_SEQLENS, _SCALE, OUTPUT_FINAL_STATE, _STATE_V_FIRST, POLICY, _BACKEND = 1, 11, 12, 13, 14, 15, 16
+_Q, _CU_SEQLENS, _SCALE, OUTPUT_FINAL_STATE, _STATE_V_FIRST, POLICY, _BACKEND, _SCHEDULE = 1, *range(11, 18)
 _INPUTS = slice(_Q, _CU_SEQLENS)  # q to dt_bias: those that can have a gradient
-_ACTIVATION = slice(_BACKEND + 1, None)
+_ACTIVATION = slice(_SCHEDULE + 1, None)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:

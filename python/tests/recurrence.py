@@ -19,6 +19,12 @@ FUNCTIONS = {
     "kda": rewy.chunk_kda,
     "gdn2": rewy.chunk_gdn2,
 }
+RECURRENT = {
+    "deltanet": rewy.fused_recurrent_delta_rule,
+    "gdn": rewy.fused_recurrent_gated_delta_rule,
+    "kda": rewy.fused_recurrent_kda,
+    "gdn2": rewy.fused_recurrent_gdn2,
+}
 OPS = tuple(FUNCTIONS)
 NAMES = {
     "deltanet": ("q", "k", "v", "beta"),

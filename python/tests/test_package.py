@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rewy
-from recurrence import FUNCTIONS
+from recurrence import FUNCTIONS, RECURRENT
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -51,9 +51,8 @@ def test_one_pool_of_threads():
     assert len({Path(path).resolve() for path in loaded}) == 1
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_argument_is_documented(name):
-    function = FUNCTIONS[name]
+@pytest.mark.parametrize("function", [*FUNCTIONS.values(), *RECURRENT.values()], ids=lambda f: f.__name__)
+def test_every_argument_is_documented(function):
     for argument in inspect.signature(function).parameters:
         assert re.search(rf"\b{argument}\b", function.__doc__), argument
 
@@ -63,7 +62,11 @@ def test_readme_s_table_is_the_signatures():
     listed = {word: answer for names, answer in rows for word in re.findall(r"\w+", names)}
     accepted = set().union(*(inspect.signature(function).parameters for function in FUNCTIONS.values()))
     assert accepted == {name for name, answer in listed.items() if "TypeError" not in answer} - {"or"}
-    for function in FUNCTIONS.values():
+    for op in FUNCTIONS:
+        by_tokens = set(inspect.signature(RECURRENT[op]).parameters)
+        by_chunks = set(inspect.signature(FUNCTIONS[op]).parameters)
+        assert by_chunks - by_tokens <= {"cu_seqlens_cpu", "disable_recompute", "safe_gate"} and by_tokens <= by_chunks
+    for function in (*FUNCTIONS.values(), *RECURRENT.values()):
         options = [p for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
         assert all(p.kind == p.KEYWORD_ONLY for p in options)
 

@@ -1,0 +1,205 @@
+"""What the package's functions share: their options and documentation, the call of the operator, its refusals."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import _ops
+
+# Refusals of an element type, or of a tensor that is not there.
+_ABOUT_TYPES = re.compile(r"dtype': expected |: expected (a )?dtype |, got none$")
+
+Function = TypeVar("Function", bound=Callable[..., tuple[Tensor, Tensor | None]])
+
+_STATES = """
+    Options, all by keyword:
+        scale: factor on the queries; K^-0.5 if None.
+        initial_state: [N, HV, K, V], zero if None; N is B, or the number of packed sequences. FP32, other types are
+            converted. It has a gradient.
+        output_final_state: whether to return the final state [N, HV, K, V], in FP32.
+        state_v_first: both states are [N, HV, V, K] instead.
+        cu_seqlens: [N + 1] int32 or int64, 0 = c_0 <= c_1 <= ... <= c_N <= T: sequence n is rows c_n to c_(n+1) - 1 of
+            the tensors, whose B is 1. Empty sequences are fine; rows after the last get zeros. On a GPU the offsets
+            stay there, nothing waits for them.
+"""
+_TRAINING = """\
+        cu_seqlens_cpu: accepted and not needed.
+        disable_recompute: keep what the backward would compute again: faster, more memory. Same gradients, to the bit.
+        safe_gate: accepted, and changes nothing: results are exact for gates of any size.
+"""
+_REST = """
+    What a layer projects may go in as it is; the activations run inside the call, in FP32, and gradients go through:
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum_k x_k^2 + 1e-6).
+        use_gate_in_kernel: g is raw, and with x = g + dt_bias the log decay is -exp(A_log) softplus(x), or
+            lower_bound sigmoid(exp(A_log) x) where a lower_bound is given.
+        A_log: HV numbers of any shape, only with a lower_bound optional. dt_bias: as many numbers as g has for a token,
+            of any shape; optional. lower_bound: below 0. The three are ignored without use_gate_in_kernel.
+        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that. Not for b and w.
+
+    Tensors may have any strides on a CPU; on a GPU the rows of v, b, w and of q, k and g that are not activated are
+    contiguous and 16-byte aligned. q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. Under autocast
+    they, b and w are cast to its type. States, A_log, dt_bias and a g that is not raw are converted to FP32 where they
+    are not (FP64 with FP64 tensors).
+
+    Returns:
+        (o, final_state): o is [B, T, HV, V] in the type of v; final_state is None unless asked for.
+
+    Raises:
+        ValueError: a shape, a device, a width or an offset is wrong. Nothing has been computed.
+        TypeError: an argument is not a tensor, or its element type is wrong.
+"""
+
+
+_TOKENS = """
+    The state goes in and comes out, and nothing needs memory but the results. Any number of tokens is served; for more
+    than about 64 a sequence the function by chunks is faster. Gradients, where they are asked for, are computed by
+    chunks.
+"""
+
+_OPERATORS: dict[Callable[..., Any], tuple[str, str]] = {}
+
+
+def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
+    """Makes a function one of the package's: known to `explain`, its options documented."""
+
+    def decorate(function: Function) -> Function:
+        _OPERATORS[function] = op, schedule
+        parts = (_STATES, _TRAINING, _REST) if schedule == "chunks" else (_TOKENS, _STATES, _REST)
+        function.__doc__ = (function.__doc__ or "").rstrip() + "\n" + "".join(parts)
+        return function
+
+    return decorate
+
+
+def _refusal(error: Exception) -> Exception | None:
+    """The library's own "op direction: argument 'x': expected ...", which PyTorch passes on as the one or the other."""
+    text = str(error)
+    if ": argument '" not in text:
+        return None
+    return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)
+
+
+def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return t if t is None or t.dtype == dtype or not t.is_floating_point() else t.to(dtype)
+
+
+def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A layer's parameter, of whatever shape the layer gives it."""
+    return t if t is None else _converted(t if t.dim() == 1 else t.reshape(-1), dtype)
+
+
+def arguments(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    b: Tensor | None,
+    w: Tensor | None,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    disable_recompute: bool = False,
+    schedule: str = "chunks",
+) -> tuple[Any, ...]:
+    """The arguments of the operator ``forward``, in the order of its schema."""
+    if not use_gate_in_kernel:
+        A_log = dt_bias = lower_bound = None
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
+    for name, t in (("g", g), ("beta", beta), ("b", b), ("w", w), ("initial_state", initial_state),
+                    ("A_log", A_log), ("dt_bias", dt_bias), ("cu_seqlens", cu_seqlens)):  # fmt: skip
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            f"{op} forward: argument 'allow_neg_eigval': expected False without use_beta_sigmoid_in_kernel, got True"
+        )
+    device = q.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v, b, w = (_converted(t, dtype) for t in (q, k, v, b, w))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    initial_state, A_log, dt_bias = _converted(initial_state, wide), _vector(A_log, wide), _vector(dt_bias, wide)
+    if not use_gate_in_kernel or wide == torch.float64:
+        g = _converted(g, wide)
+    policy = "none"
+    if torch.is_grad_enabled():
+        for t in (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias):
+            if t is not None and t.requires_grad:
+                policy = "save" if disable_recompute else "recompute"
+    return (
+        op, q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens,
+        scale, output_final_state, state_v_first, policy, "auto", schedule,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
+    )  # fmt: skip
+
+
+def run(op: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    call = arguments(op, *tensors, **options)
+    if torch.compiler.is_compiling():
+        o, final_state = _ops.forward(*call)[:2]
+    else:
+        try:
+            differentiated = call[_ops.POLICY] != "none"
+            o, final_state = _ops.Differentiable.apply(*call) if differentiated else _ops.forward(*call)[:2]
+        except (RuntimeError, ValueError) as error:
+            refusal = _refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from None
+    return o, final_state if options["output_final_state"] else None
+
+
+def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> str:
+    """What would run: which backend serves a call and its backward, and why those before it decline.
+
+    ::
+
+        print(rewy.explain(rewy.chunk_kda, q, k, v, g, beta, cu_seqlens=offsets))
+
+    Args:
+        function: one of the functions of this package.
+        tensors, options: as for the function itself. Nothing is computed.
+
+    Returns:
+        One line a backend that was asked: "kda forward: cpu serves it".
+
+    Raises:
+        ValueError, TypeError: as the call would, where its arguments do not make a problem.
+    """
+    if function not in _OPERATORS:
+        raise ValueError(f"rewy.explain: expected one of {', '.join(f.__name__ for f in _OPERATORS)}, got {function!r}")
+    op, schedule = _OPERATORS[function]
+    call = inspect.signature(function).bind(*tensors, **options)
+    call.apply_defaults()
+    given = {name: value for name, value in call.arguments.items() if name not in ("safe_gate", "cu_seqlens_cpu")}
+    named = [given.pop(name, None) for name in ("q", "k", "v", "g", "beta", "b", "w")]
+    asked = list(arguments(op, *named, **given, schedule=schedule))
+    asked[_ops.POLICY] = "save" if given.get("disable_recompute") else "recompute"
+    del asked[_ops.OUTPUT_FINAL_STATE]
+    try:
+        return torch.ops.rewy.explain(*asked)
+    except (RuntimeError, ValueError) as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        raise refusal from None
