@@ -83,6 +83,19 @@ StateAt state_at(const TensorView& view, StateLayout layout, int64_t sequence, i
           value_step};
 }
 
+/// Calls run(k, v, whole_row) over a state's [K, width] in the order of its memory: for whole rows where values are
+/// neighbours, else for every element, values outermost where keys are.
+template <class Run>
+void for_each_run(const StateAt& at, int64_t K, int64_t width, Run&& run) {
+  if (at.value_step == 1) {
+    for (int64_t k = 0; k < K; ++k) run(k, 0, true);
+  } else {
+    for (int64_t v = 0; v < width; ++v) {
+      for (int64_t k = 0; k < K; ++k) run(k, v, false);
+    }
+  }
+}
+
 /// A state's columns of the slice into a tile [K, slice], zeros if the view is not given.
 void load_state(const Plan& plan, const TensorView& view, int64_t sequence, int64_t head, Slice s, Tile out) {
   const int64_t columns = s.end - s.begin;
@@ -90,18 +103,22 @@ void load_state(const Plan& plan, const TensorView& view, int64_t sequence, int6
   if (!view.given()) return;
   const StateAt at = state_at(view, plan.p.state_layout, sequence, head, s.begin);
   const auto* base = static_cast<const float*>(view.data) + at.base;
-  for (int64_t k = 0; k < plan.p.K; ++k) {
-    for (int64_t v = 0; v < width_of(plan, s); ++v) out.at(k, v) = base[k * at.key_step + v * at.value_step];
-  }
+  const int64_t width = width_of(plan, s);
+  for_each_run(at, plan.p.K, width, [&](int64_t k, int64_t v, bool whole_row) {
+    const float* from = base + k * at.key_step + v * at.value_step;
+    whole_row ? load_run(from, width, out.row(k)) : void(out.at(k, v) = *from);
+  });
 }
 
 void store_state(const Plan& plan, Tile from, const TensorView& view, int64_t sequence, int64_t head, Slice s) {
   if (!view.given()) return;
   const StateAt at = state_at(view, plan.p.state_layout, sequence, head, s.begin);
   auto* base = static_cast<float*>(view.data) + at.base;
-  for (int64_t k = 0; k < plan.p.K; ++k) {
-    for (int64_t v = 0; v < width_of(plan, s); ++v) base[k * at.key_step + v * at.value_step] = from.at(k, v);
-  }
+  const int64_t width = width_of(plan, s);
+  for_each_run(at, plan.p.K, width, [&](int64_t k, int64_t v, bool whole_row) {
+    float* to = base + k * at.key_step + v * at.value_step;
+    whole_row ? store_run(from.row(k), width, to) : void(*to = from.at(k, v));
+  });
 }
 
 InteractionTiles interaction_tiles(TileTaker& take) {
