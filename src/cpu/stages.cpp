@@ -323,16 +323,19 @@ struct TokenTiles {
 /// exp(g) of every token and feature; 1 without a gate.
 void load_decays(const Plan& plan, const Chunk& c, int64_t head, Tile out) {
   const FloatTag d;
-  const int64_t columns = plan.size.Kp;
-  if (gate_of(plan.p.op) == Gate::kVector) load_rows(rows_of(plan.in->g, c, head), c.n, plan.p.K, out);
-  float scalar[kBlock] = {};
-  if (gate_of(plan.p.op) == Gate::kScalar) load_column(rows_of(plan.in->g, c, head), c.n, scalar);
-  for (int64_t i = 0; i < c.n; ++i) {
-    if (gate_of(plan.p.op) != Gate::kVector) fill_row(out.row(i), columns, scalar[i]);
-    for (int64_t k = 0; k < columns; k += lane_count()) {
-      hn::StoreU(exp_of(hn::LoadU(d, out.row(i) + k)), d, out.row(i) + k);
+  const Gate kind = gate_of(plan.p.op);
+  if (kind == Gate::kVector) {
+    load_rows(rows_of(plan.in->g, c, head), c.n, plan.p.K, out);
+    for (int64_t i = 0; i < c.n; ++i) {
+      for (int64_t k = 0; k < plan.size.Kp; k += lane_count()) {
+        hn::StoreU(exp_of(hn::LoadU(d, out.row(i) + k)), d, out.row(i) + k);
+      }
     }
+    return;
   }
+  float g[kBlock];
+  if (kind == Gate::kScalar) load_column(rows_of(plan.in->g, c, head), c.n, g);
+  for (int64_t i = 0; i < c.n; ++i) fill_row(out.row(i), plan.size.Kp, kind == Gate::kNone ? 1.0f : exp_of(g[i]));
 }
 
 /// S- = diag(decay) S,  r = z - S-^T e,  S = S- + k r^T,  o = S^T q, for kColumns columns. A column's sums are chains
@@ -347,10 +350,10 @@ void token_step(int64_t K, const float* decay, const float* e, const float* k, c
   for (int v = 0; v < kNV; ++v) r[v] = hn::LoadU(d, z + v * kVectorLanes);
   for (int64_t i = 0; i < K; ++i) {
     float* row = state.row(i);
-    const FloatVec kept_share = hn::Set(d, decay[i]), erase = hn::Set(d, e[i]);
+    const FloatVec remaining = hn::Set(d, decay[i]), erase = hn::Set(d, e[i]);
 #pragma GCC unroll 8
     for (int v = 0; v < kNV; ++v) {
-      const FloatVec s = hn::Mul(kept_share, hn::LoadU(d, row + v * kVectorLanes));
+      const FloatVec s = hn::Mul(remaining, hn::LoadU(d, row + v * kVectorLanes));
       hn::StoreU(s, d, row + v * kVectorLanes);
       r[v] = hn::NegMulAdd(erase, s, r[v]);
     }
