@@ -13,7 +13,8 @@ std::string operation(const Problem&, Direction);
 /// "kda of dtype bf16, K = 128, V = 128 on cuda"
 std::string describe(const Problem&, const Execution&);
 
-/// What the size functions need: the problem itself, and device, stream, threads and architecture of the execution.
+/// What the size functions need: the problem itself, and device, stream, schedule, threads and architecture of the
+/// execution.
 void validate(const Problem&, Direction, const Execution& = {});
 
 /// The tensors and memory of a call whose problem is valid; `bytes` is what the chosen backend asks for.

@@ -83,6 +83,19 @@ StateAt state_at(const TensorView& view, StateLayout layout, int64_t sequence, i
           value_step};
 }
 
+/// Calls run(k, v, whole_row) over a state's [K, width] in the order of its memory: for whole rows where values are
+/// neighbours, else for every element, values outermost where keys are.
+template <class Run>
+void for_each_run(const StateAt& at, int64_t K, int64_t width, Run&& run) {
+  if (at.value_step == 1) {
+    for (int64_t k = 0; k < K; ++k) run(k, 0, true);
+  } else {
+    for (int64_t v = 0; v < width; ++v) {
+      for (int64_t k = 0; k < K; ++k) run(k, v, false);
+    }
+  }
+}
+
 /// A state's columns of the slice into a tile [K, slice], zeros if the view is not given.
 void load_state(const Plan& plan, const TensorView& view, int64_t sequence, int64_t head, Slice s, Tile out) {
   const int64_t columns = s.end - s.begin;
@@ -90,18 +103,22 @@ void load_state(const Plan& plan, const TensorView& view, int64_t sequence, int6
   if (!view.given()) return;
   const StateAt at = state_at(view, plan.p.state_layout, sequence, head, s.begin);
   const auto* base = static_cast<const float*>(view.data) + at.base;
-  for (int64_t k = 0; k < plan.p.K; ++k) {
-    for (int64_t v = 0; v < width_of(plan, s); ++v) out.at(k, v) = base[k * at.key_step + v * at.value_step];
-  }
+  const int64_t width = width_of(plan, s);
+  for_each_run(at, plan.p.K, width, [&](int64_t k, int64_t v, bool whole_row) {
+    const float* from = base + k * at.key_step + v * at.value_step;
+    whole_row ? load_run(from, width, out.row(k)) : void(out.at(k, v) = *from);
+  });
 }
 
 void store_state(const Plan& plan, Tile from, const TensorView& view, int64_t sequence, int64_t head, Slice s) {
   if (!view.given()) return;
   const StateAt at = state_at(view, plan.p.state_layout, sequence, head, s.begin);
   auto* base = static_cast<float*>(view.data) + at.base;
-  for (int64_t k = 0; k < plan.p.K; ++k) {
-    for (int64_t v = 0; v < width_of(plan, s); ++v) base[k * at.key_step + v * at.value_step] = from.at(k, v);
-  }
+  const int64_t width = width_of(plan, s);
+  for_each_run(at, plan.p.K, width, [&](int64_t k, int64_t v, bool whole_row) {
+    float* to = base + k * at.key_step + v * at.value_step;
+    whole_row ? store_run(from.row(k), width, to) : void(*to = from.at(k, v));
+  });
 }
 
 InteractionTiles interaction_tiles(TileTaker& take) {
@@ -306,16 +323,19 @@ struct TokenTiles {
 /// exp(g) of every token and feature; 1 without a gate.
 void load_decays(const Plan& plan, const Chunk& c, int64_t head, Tile out) {
   const FloatTag d;
-  const int64_t columns = plan.size.Kp;
-  if (gate_of(plan.p.op) == Gate::kVector) load_rows(rows_of(plan.in->g, c, head), c.n, plan.p.K, out);
-  float scalar[kBlock] = {};
-  if (gate_of(plan.p.op) == Gate::kScalar) load_column(rows_of(plan.in->g, c, head), c.n, scalar);
-  for (int64_t i = 0; i < c.n; ++i) {
-    if (gate_of(plan.p.op) != Gate::kVector) fill_row(out.row(i), columns, scalar[i]);
-    for (int64_t k = 0; k < columns; k += lane_count()) {
-      hn::StoreU(exp_of(hn::LoadU(d, out.row(i) + k)), d, out.row(i) + k);
+  const Gate kind = gate_of(plan.p.op);
+  if (kind == Gate::kVector) {
+    load_rows(rows_of(plan.in->g, c, head), c.n, plan.p.K, out);
+    for (int64_t i = 0; i < c.n; ++i) {
+      for (int64_t k = 0; k < plan.size.Kp; k += lane_count()) {
+        hn::StoreU(exp_of(hn::LoadU(d, out.row(i) + k)), d, out.row(i) + k);
+      }
     }
+    return;
   }
+  float g[kBlock];
+  if (kind == Gate::kScalar) load_column(rows_of(plan.in->g, c, head), c.n, g);
+  for (int64_t i = 0; i < c.n; ++i) fill_row(out.row(i), plan.size.Kp, kind == Gate::kNone ? 1.0f : exp_of(g[i]));
 }
 
 /// S- = diag(decay) S,  r = z - S-^T e,  S = S- + k r^T,  o = S^T q, for kColumns columns. A column's sums are chains
@@ -330,10 +350,10 @@ void token_step(int64_t K, const float* decay, const float* e, const float* k, c
   for (int v = 0; v < kNV; ++v) r[v] = hn::LoadU(d, z + v * kVectorLanes);
   for (int64_t i = 0; i < K; ++i) {
     float* row = state.row(i);
-    const FloatVec kept_share = hn::Set(d, decay[i]), erase = hn::Set(d, e[i]);
+    const FloatVec remaining = hn::Set(d, decay[i]), erase = hn::Set(d, e[i]);
 #pragma GCC unroll 8
     for (int v = 0; v < kNV; ++v) {
-      const FloatVec s = hn::Mul(kept_share, hn::LoadU(d, row + v * kVectorLanes));
+      const FloatVec s = hn::Mul(remaining, hn::LoadU(d, row + v * kVectorLanes));
       hn::StoreU(s, d, row + v * kVectorLanes);
       r[v] = hn::NegMulAdd(erase, s, r[v]);
     }

@@ -146,6 +146,26 @@ TEST(CpuBackend, OffsetsBeyond31Bits) {
   }
 }
 
+// A slice of value columns is computed alone: threads, and the columns beside it, change no bit.
+TEST(CpuBackend, TokenByTokenSlicesGiveTheBitsOfTheirColumnsAlone) {
+  const Data data = make_data(parse_case("op=kda T=37 H=1 K=24 V=150 h0=1 gate=mixed"));
+  const auto all = run(data.call(), {.backend = Backend::kCpu, .schedule = Schedule::kTokens, .threads = 1});
+  const auto threads = run(data.call(), {.backend = Backend::kCpu, .schedule = Schedule::kTokens, .threads = 3});
+  for (const Output& output : all.outputs) {
+    EXPECT_FALSE(first_difference(output.tensor.view, threads[output.name])) << output.name;
+  }
+  for (const std::int64_t first : {0, 1, 33, 149}) {
+    Call call = data.call();
+    call.problem.V = 1;
+    call.in.v = slice(call.in.v, 3, first, 1);
+    call.d_o = slice(call.d_o, 3, first, 1);
+    call.in.initial_state = slice(call.in.initial_state, 3, first, 1);
+    const auto one = run(call, {.backend = Backend::kCpu, .schedule = Schedule::kTokens, .threads = 1});
+    EXPECT_FALSE(first_difference(one["o"], slice(all["o"], 3, first, 1))) << first;
+    EXPECT_FALSE(first_difference(one["final_state"], slice(all["final_state"], 3, first, 1))) << first;
+  }
+}
+
 TEST(CpuBackend, ScaleBeyondFp32GoesToTheReference) {
   Problem p{.op = Operator::kDeltaNet, .T = 4, .K = 8, .V = 8};
   EXPECT_EQ(explain(p, Direction::kForward).backend, "cpu");

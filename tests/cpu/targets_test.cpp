@@ -19,6 +19,8 @@ TEST(CpuTargets, CasesOnEveryInstructionSet) {
       "op=kda T=90 H=1 K=48 V=16 gate=reset dtype=f16 packed=17,0,64,9",
       "op=gdn2 T=129 H=2 K=64 V=96 gate=strong dtype=bf16 policy=save",
       "op=gdn2 T=64 H=1 K=8 V=8 gate=trained intra=pairwise graph=expanded",
+      "op=kda T=40 H=1 HV=2 K=100 V=60 gate=mixed h0=1 dtype=bf16 schedule=tokens",
+      "op=gdn2 packed=1,0,17 H=1 K=8 V=90 gate=reset dtype=f16 layout=vk schedule=tokens",
   };
   const auto usable = static_cast<std::uint64_t>(hwy::SupportedTargets());
   int sets = 0;

@@ -76,6 +76,41 @@ TEST(CudaDeclines, ByProblem) {
   EXPECT_EQ(declines(with([](Problem& p) { p.segments = std::int64_t{1} << 27; })), counts);
 }
 
+TEST(CudaDeclines, TokenByToken) {
+  Execution tokens = kOnCuda;
+  tokens.schedule = Schedule::kTokens;
+  const auto declines = [&](auto&& change) { return kCudaBackend.declines(with(change), Direction::kForward, tokens); };
+  EXPECT_EQ(declines([](Problem& p) { p.dtype = p.strength_dtype = DType::kF64; }),
+            "dtype f64 is the reference's (this one computes in FP32)");
+  EXPECT_EQ(declines([](Problem& p) { p.K = 257; }), "K = 257 is above 256");
+  EXPECT_EQ(declines([](Problem& p) { p.scale = 1e300; }), "scale is beyond the range of FP32");
+  EXPECT_EQ(declines([](Problem& p) { p.B = std::int64_t{1} << 22; }), "sequences * HV * V / 4 reaches 2^31");
+  EXPECT_EQ(kCudaBackend.declines(large(), Direction::kBackward, tokens),
+            "token by token there is no backward (schedule tokens is for decoding)");
+  const std::string reason = declines([](Problem&) {});
+  EXPECT_EQ(reason.empty(), has_device()) << reason;
+  for (DType t : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (DType strength : {DType::kF32, DType::kBF16, DType::kF16}) {
+      EXPECT_EQ(declines([=](Problem& p) { p.op = Operator::kGdn2, p.dtype = t, p.strength_dtype = strength; }),
+                reason);
+    }
+  }
+  EXPECT_EQ(declines([](Problem& p) { p.K = 3, p.V = 1001, p.T = std::int64_t{1} << 33; }), reason);
+  EXPECT_EQ(declines([](Problem& p) { p.segments = 0; }), reason);
+}
+
+TEST(CudaBytes, TokenByTokenNone) {
+  Execution tokens = kOnCuda;
+  tokens.schedule = Schedule::kTokens;
+  for (const std::int64_t segments : {-1, 0, 10}) {
+    const Problem p = with([=](Problem& x) {
+      if (segments >= 0) x.segments = segments;
+    });
+    const Bytes bytes = kCudaBackend.bytes(p, Direction::kForward, tokens);
+    EXPECT_EQ(bytes.workspace + bytes.saved + bytes.unsaved + bytes.without_dg, 0u);
+  }
+}
+
 // The figures of docs/kernels/pullback.md and of README's sentence on cards with 99 KB a block.
 TEST(CudaHost, PullbackSharedMemory) {
   const auto bytes = [](Operator op, std::int64_t group) { return pullback_shared_bytes({op, DType::kBF16}, group); };

@@ -277,6 +277,24 @@ TEST_F(Cli, BenchTimesAndReports) {
   EXPECT_EQ(rewy("bench").status, 2);
 }
 
+// There is a forward alone, whatever is asked for.
+TEST_F(Cli, TokenByToken) {
+  const std::string problem = "op=gdn T=3 H=2 K=32 h0=1 schedule=tokens";
+  const Ran r = rewy("bench " + problem + " --direction all --repeats 2 --json " + at("bench.json"));
+  ASSERT_EQ(r.status, 0) << r.err;
+  const auto rows = nlohmann::json::parse(read_text(at("bench.json")))["problems"];
+  ASSERT_EQ(rows.size(), 1u);
+  EXPECT_EQ(rows[0]["direction"], "fwd");
+  EXPECT_EQ(rows[0]["work"]["scan"]["executed"], 3 * 2 * 3 * 2 * 32 * 32);
+  const Ran explained = rewy("explain " + problem);
+  EXPECT_EQ(explained.status, 0);
+  EXPECT_NE(explained.out.find("saved for the backward 0 B"), std::string::npos) << explained.out;
+  EXPECT_NE(explained.out.find("token by token there is no backward"), std::string::npos) << explained.out;
+  EXPECT_NE(rewy("check " + problem).out.find("1 passed"), std::string::npos);
+  EXPECT_NE(rewy("check " + problem + " policy=save").out.find("nothing is saved"), std::string::npos);
+  EXPECT_NE(rewy("check --op kda --match property=split").out.find("2 passed"), std::string::npos);
+}
+
 TEST_F(Cli, DevicesAreNamedOrRefused) {
   for (const char* word : {"gpu", "cuda:", "cuda:x", "cuda:-1", "CUDA"}) {
     const Ran r = rewy(std::string("info --device ") + word);

@@ -67,8 +67,10 @@ TEST(Tolerance, OfWideProductsFollowsTheStorage) {
   EXPECT_EQ(tolerance("o", DType::kBF16).relative, 0.008);
   EXPECT_EQ(tolerance("dg", DType::kF16).relative, 0.02);
   EXPECT_EQ(tolerance("o", DType::kF64).relative, 1e-10);
-  EXPECT_EQ(products_of(Device{}), Products::kWide);
-  EXPECT_EQ(products_of(Device{DeviceKind::kCuda, 1}), Products::k16Bit);
+  const Device gpu{DeviceKind::kCuda, 1};
+  EXPECT_EQ(products_of({}, Schedule::kChunks), Products::kWide);
+  EXPECT_EQ(products_of(gpu, Schedule::kChunks), Products::k16Bit);
+  EXPECT_EQ(products_of(gpu, Schedule::kTokens), Products::kWide);
 }
 
 TEST(FirstDifference, SeesOneBit) {

@@ -36,5 +36,18 @@ TEST(Floors, OfACallCountChunksAndHeads) {
   EXPECT_EQ(forward.bytes, (4.0 * 16 + 32) * 1024 * 2 * 128 * 16);
 }
 
+TEST(Floors, TokenByTokenStatesMoveOnceEachWay) {
+  const auto floor = [](const std::string& text, bool initial, bool final) {
+    return token_floor(parse_case("K=128 dtype=bf16 strength_dtype=bf16 " + text).problem, initial, final);
+  };
+  constexpr double kState = 16 * 128 * 128 * 4, kRow = 128 * 2;
+  EXPECT_EQ(floor("op=deltanet T=1 H=16", true, true).bytes, 2 * kState + 16 * (4 * kRow + 2));
+  EXPECT_EQ(floor("op=deltanet T=1 H=16", false, true).bytes, kState + 16 * (4 * kRow + 2));
+  EXPECT_EQ(floor("op=gdn T=4 H=4 HV=16", true, false).bytes, kState + 4 * (8 * kRow + 16 * (2 * kRow + 6)));
+  EXPECT_EQ(floor("op=kda B=3 T=1 H=16", false, false).bytes, 3 * 16 * (6 * kRow + 2));
+  EXPECT_EQ(floor("op=gdn2 packed=1,1 H=16", true, true).bytes, 2 * (2 * kState + 16 * 8 * kRow));
+  EXPECT_EQ(floor("op=gdn2 T=5 H=16", true, true).operations, 5 * 16 * 3 * 2 * 128 * 128);
+}
+
 }  // namespace
 }  // namespace rewy::tool

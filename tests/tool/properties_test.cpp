@@ -22,6 +22,7 @@ TEST(PropertyLine, RefusesUnknownNames) {
   EXPECT_THROW(check_property("property=beauty op=kda", {.backend = Backend::kCpu}), Error);
   EXPECT_THROW(check_property("property=reset op=deltanet", {.backend = Backend::kCpu}), Error);
   EXPECT_THROW(check_property("property=reset T=5", {.backend = Backend::kCpu}), Error);
+  EXPECT_THROW(check_property("property=policy op=kda schedule=tokens", {.backend = Backend::kCpu}), Error);
 }
 
 }  // namespace

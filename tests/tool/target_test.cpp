@@ -61,6 +61,23 @@ TEST(Target, KnowsWhatAGpuDeclines) {
   }
 }
 
+// Token by token a GPU computes in FP32, whatever the types, strides and V.
+TEST(Target, TokenByTokenCasesStayAsTheyAre) {
+  using Kind = Service::Kind;
+  for (const char* text :
+       {"K=8", "K=3 V=1000", "K=256 dtype=f16 strength_dtype=bf16", "K=8 strides=packed", "K=8 strides=odd"}) {
+    const Case c = token_case(parse_case("op=gdn2 T=5 H=1 " + std::string(text)));
+    EXPECT_EQ(for_device(c, kGpu), c) << text;
+    EXPECT_EQ(service(c, kGpu).kind, Kind::kServed) << text;
+  }
+  for (const char* text : {"K=257", "K=8 dtype=f64", "K=8 policy=save", "K=8 gram=off"}) {
+    EXPECT_EQ(service(parse_case("op=gdn T=5 H=1 schedule=tokens " + std::string(text)), kGpu).kind, Kind::kDeclined)
+        << text;
+  }
+  EXPECT_EQ(service(parse_case("op=gdn T=5 H=1 K=257 schedule=tokens"), {}).kind, Kind::kServed);
+  EXPECT_EQ(service(parse_case("op=gdn T=5 H=1 K=8 schedule=tokens policy=save"), {}).kind, Kind::kDeclined);
+}
+
 TEST(Target, PropertiesOfAGpuAreItsOwn) {
   const auto has = [](const std::vector<std::string>& lines, const std::string& line) {
     return std::find(lines.begin(), lines.end(), line) != lines.end();
@@ -69,6 +86,8 @@ TEST(Target, PropertiesOfAGpuAreItsOwn) {
   EXPECT_TRUE(has(gpu, "property=capture op=kda") && has(gpu, "property=streams op=gdn2"));
   EXPECT_FALSE(has(cpu, "property=capture op=kda") || has(gpu, "property=graphs op=kda"));
   EXPECT_TRUE(has(gpu, "property=causality op=gdn") && has(cpu, "property=causality op=gdn"));
+  EXPECT_TRUE(has(gpu, "property=capture op=kda schedule=tokens") && has(cpu, "property=split op=gdn schedule=tokens"));
+  EXPECT_TRUE(has(cpu, "property=policy op=kda") && !has(cpu, "property=policy op=kda schedule=tokens"));
   EXPECT_FALSE(has(gpu, "property=huge op=kda"));  // by name only
   EXPECT_THROW(check_property("property=capture op=kda", {.backend = Backend::kCpu}), Error);
 }

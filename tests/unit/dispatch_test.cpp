@@ -149,6 +149,39 @@ TEST(Explain, TheTableOfTheLibrary) {
   EXPECT_EQ(forced.actual(), "cpu: " + cpu.reason);
 }
 
+// What no backend has token by token is declined by all of them, in the same words.
+TEST(Explain, TokenByToken) {
+  const Execution tokens{.schedule = Schedule::kTokens};
+  const auto text = [&](const Problem& p, Direction direction) { return explain(p, direction, tokens).text(); };
+  const auto declined = [](const std::string& reason) {
+    return lines_before_cpu() + "cpu declines: " + reason + "\nreference declines: " + reason +
+           "\nno backend serves it\n";
+  };
+  Problem p = problem(32, 48);
+  EXPECT_EQ(text(p, Direction::kForward), lines_before_cpu() + "cpu serves it\n");
+  EXPECT_EQ(text(p, Direction::kBackward),
+            declined("token by token there is no backward (schedule tokens is for decoding)"));
+  EXPECT_EQ(refusal([&] { workspace_bytes(p, Direction::kBackward, tokens); }).argument(), "backend");
+  EXPECT_EQ(refusal([&] { rewy::backward(p, {}, tokens); }).argument(), "backend");
+  p.policy = Policy::kSave;
+  EXPECT_EQ(text(p, Direction::kForward),
+            declined("token by token nothing is saved for a backward, as policy save asks for"));
+  p.policy = Policy::kRecompute;
+  p.variant.gram = Gram::kOff;
+  EXPECT_EQ(text(p, Direction::kForward), declined("the choice of a derivative graph is the schedule chunks'"));
+}
+
+TEST(WorkspaceBytes, TokenByTokenNothingIsSavedAndLengthDoesNotMatter) {
+  Problem p = problem(32, 48);
+  const Execution tokens{.threads = 3, .schedule = Schedule::kTokens};
+  const Bytes few = workspace_bytes(p, Direction::kForward, tokens);
+  EXPECT_EQ(few.saved, 0u);
+  EXPECT_EQ(few.unsaved, 0u);
+  p.T = 100'000;
+  EXPECT_EQ(workspace_bytes(p, Direction::kForward, tokens).workspace, few.workspace);
+  EXPECT_LT(few.workspace, workspace_bytes(p, Direction::kForward, {.threads = 3}).workspace);
+}
+
 TEST(WorkspaceBytes, AreThoseOfTheChosenRow) {
   const Problem p = problem(32, 48);
   for (Direction direction : {Direction::kForward, Direction::kBackward}) {

@@ -25,6 +25,7 @@ TEST(Names, RoundTrip) {
   round_trip<DType>(6, parse_dtype);
   round_trip<Policy>(2, parse_policy);
   round_trip<StateLayout>(2, parse_state_layout);
+  round_trip<Schedule>(2, parse_schedule);
   round_trip<Graph>(2, parse_graph);
   round_trip<Intra>(2, parse_intra);
   round_trip<Gram>(2, parse_gram);

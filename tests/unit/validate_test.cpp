@@ -209,6 +209,8 @@ TEST(Validate, Execution) {
                  {[](Call& c) { c.execution.stream = &c; }, "stream", "none on the cpu", "one"},
                  {[](Call& c) { c.execution.backend = static_cast<Backend>(9); }, "backend", "a value of its enum",
                   "another one"},
+                 {[](Call& c) { c.execution.schedule = static_cast<Schedule>(9); }, "schedule", "a value of its enum",
+                  "another one"},
                  {[](Call& c) { c.execution.device.kind = static_cast<DeviceKind>(9); }, "device",
                   "a value of its enum", "another one"},
              });

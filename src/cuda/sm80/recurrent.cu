@@ -21,7 +21,7 @@ namespace {
 constexpr int kFour = 4;    ///< neighbouring features, and columns, of a lane
 constexpr int kGroups = 2;  ///< of four features of a lane
 constexpr int kMostWarps = 4;
-/// On a multiprocessor, each with 16 KB of states on its way: twice what memory takes. Asked for none, ptxas spills.
+/// On a multiprocessor. With no number to keep to, ptxas of CUDA 13.0 aims at four and spills.
 constexpr int kResidentBlocks = 3;
 
 /// kLanes lanes side by side have all features of four columns: lane l those from 4 l and from 4 (l + kLanes) on.
