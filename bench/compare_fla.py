@@ -32,7 +32,7 @@ import torch
 import host_time
 import rewy
 import time_fla
-from models import alternate, microseconds, relative
+from models import SIDES, alternate, microseconds, relative
 from render_cuda import NAMES, shape_text, table
 from run_cuda import ROOT, command_line, commit_of_tree, driver, file_name, geometric_mean
 
@@ -43,7 +43,9 @@ DIRECTIONS = ("forward", "backward")
 
 def differences(theirs, ours):
     """{name: relative difference} of outputs and gradients; the calls keep their graphs."""
-    out = {name: relative(ours.outputs[i].detach(), theirs.outputs[i].detach()) for i, name in enumerate(("o", "final_state"))}
+    out = {}
+    for name, one, other in zip(("o", "final_state"), theirs.outputs, ours.outputs):
+        out[name] = relative(other.detach(), one.detach())
     for name, one, other in zip(theirs.inputs, theirs.backward(), ours.backward()):
         out["d" + name] = relative(other, one)
     return out
@@ -134,12 +136,13 @@ def tables(results):
             if "refused" in row:
                 shown.append([shape, form(row), row["refused"]] + ["-"] * 6)
                 continue
-            cells = [cell for d in DIRECTIONS for cell in (us(row[d]["fla"]), us(row[d]["rewy"]), f"{row[d]['ratio']:.2f}x")]
+            cells = [cell for d in DIRECTIONS
+                     for cell in (us(row[d]["fla"]), us(row[d]["rewy"]), f"{row[d]['ratio']:.2f}x")]
             worst = max(row["differences"], key=row["differences"].get)
             shown.append([shape, form(row) + ("*" if row.get("unchecked") else ""), *cells,
                           f"{worst} {row['differences'][worst]:.1e}"])
-        lines += [f"{NAMES[op]}", "", *table(["(B, T, H)", "form", "forward us: FLA", "rewy", "", "backward us: FLA", "rewy",
-                                             "", "largest difference"], shown), ""]
+        lines += [f"{NAMES[op]}", "", *table(["(B, T, H)", "form", "forward us: FLA", "rewy", "", "backward us: FLA",
+                                             "rewy", "", "largest difference"], shown), ""]
     if results["host"]:
         lines += ["Host, one eager forward and backward at (1, 64, 4), K = V = 128", "",
                   *table(["operator", "FLA us", "rewy us", ""],
@@ -157,9 +160,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ops", default=",".join(time_fla.OPERATORS), help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=20, help="observations a side")
-    parser.add_argument("--seconds", type=float, default=150, help="start no shape after this long; the host's time follows")
+    parser.add_argument("--seconds", type=float, default=150,
+                        help="start no shape after this long; the host's time follows")
     parser.add_argument("--no-large", action="store_true", help="only the six shapes of the comparison")
-    parser.add_argument("--fla-times-only", action="store_true", help="time what FLA refuses to compute with this Triton")
+    parser.add_argument("--fla-times-only", action="store_true",
+                        help="time what FLA refuses to compute with this Triton")
     parser.add_argument("--quick", action="store_true", help="five observations, to try the script")
     parser.add_argument("--out", help="instead of results/compare_fla_<gpu>.json")
     parser.add_argument("--commit", help="what was built, where this is no git checkout")
@@ -176,7 +181,8 @@ def main():
     results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
                "command": command_line("bench/compare_fla.py", ("--ops", "--repeats", "--seconds"),
                                        ("--no-large", "--fla-times-only", "--quick")),
-               "machine": {"gpu": gpu, "driver": driver()}, "versions": time_fla.versions() | {"rewy": rewy.__version__},
+               "machine": {"gpu": gpu, "driver": driver()},
+               "versions": time_fla.versions() | {"rewy": rewy.__version__},
                "notes": [], "summary": {}, "host": [], "rows": []}
 
     def save():
@@ -194,10 +200,10 @@ def main():
         torch.cuda.empty_cache()
         results["rows"].append(row)
         save()
-        shown = row.get("refused") or ", ".join(f"{d} {row[d]['fla']['median_us']:.1f} / {row[d]['rewy']['median_us']:.1f} us"
-                                                for d in DIRECTIONS)
-        print(f"[{time.monotonic() - start:5.0f} s] {row['op']} {shape_text((row['B'], row['T'], row['H']))} {form(row)}: "
-              f"{shown}", flush=True)
+        medians = lambda timed: " / ".join(f"{timed[name]['median_us']:.1f}" for name in SIDES)
+        shown = row.get("refused") or ", ".join(f"{d} {medians(row[d])} us" for d in DIRECTIONS)
+        shape = shape_text((row["B"], row["T"], row["H"]))
+        print(f"[{time.monotonic() - start:5.0f} s] {row['op']} {shape} {form(row)}, FLA / rewy: {shown}", flush=True)
     for op in ops:
         results["host"].append(host_row(op, 3 if a.quick else 20))
     save()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""FLA's language models on an NVIDIA GPU, with FLA's operators and with this library's; writes results/models_<gpu>.json.
+"""FLA's language models on an NVIDIA GPU with FLA's operators and with this library's, to results/models_<gpu>.json.
 
     PYTHONPATH=<fla-core and flash-linear-attention> bench/models.py [--models kda,gdn2] [--parts time,gradients,curves]
     bench/models.py --render results/models_h200.json --write docs/performance.md   # no GPU: tables and charts
@@ -11,8 +11,8 @@ what differs is `with rewy.patch_fla():` around it.
 
 time       forward (with the loss) and whole backward (loss.backward(), nothing else). `graph`: both captured in CUDA
            graphs and replayed, so that the host has no part in it; `eager`: as a training loop runs them. The two sides
-           alternate, who goes first too; medians. The gain is FLA's time / this library's - 1, over several lengths from
-           the geometric mean of the quotients.
+           alternate, who goes first too; medians. The gain is FLA's time / this library's - 1, over several lengths
+           from the geometric mean of the quotients.
 operator   the same for one attention operator alone, with the arguments that a layer in the middle gave it, its fused
            normalisation and gates included. Times the layers it is the operator's share of the model.
 gradients  of all parameters, one step, same weights and batch: the relative difference of each, in the L2 norm. FLA's
@@ -60,8 +60,8 @@ DEVICE = "cuda"
 def build(name, layers=LAYERS, seed=1):
     """FLA's language model with FP32 parameters on the device, in training mode."""
     import torch
-    from fla.models import (DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM, KDAConfig,
-                            KDAForCausalLM)
+    from fla.models import (DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM,
+                            KDAConfig, KDAForCausalLM)
     shell = {"num_hidden_layers": layers, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_heads": HEADS,
              "vocab_size": VOCABULARY}
     torch.manual_seed(seed)
@@ -146,8 +146,8 @@ def check_served(trial):
         served = Count.calls >= trial.layers if name == "rewy" else Count.calls == 0
         if not served:
             said = "; ".join(dict.fromkeys(str(w.message) for w in caught if "rewy" in str(w.message)))
-            raise RuntimeError(f"{trial.name}: {Count.calls} calls of rewy's operators in {trial.layers} layers on the side "
-                               f"of {name}" + (f": {said}" if said else ""))
+            raise RuntimeError(f"{trial.name}: {Count.calls} calls of rewy's operators in {trial.layers} layers on the "
+                               f"side of {name}" + (f": {said}" if said else ""))
 
 
 # Time.
@@ -183,6 +183,7 @@ def eager_row(trial, repeats):
     def once(name):
         marks = [cuda.Event(enable_timing=True) for _ in range(3)]
         with cuda.stream(trial.stream), side(name):
+            trial.step()  # a training loop does not change sides at each step
             trial.clear()
             cuda.synchronize()
             cuda.reset_peak_memory_stats()
@@ -196,7 +197,7 @@ def eager_row(trial, repeats):
         return {"forward": marks[0].elapsed_time(marks[1]) * 1e-3, "backward": marks[1].elapsed_time(marks[2]) * 1e-3}
 
     work = {name: (lambda name=name: once(name)) for name in SIDES}
-    alternate(work, 3)
+    alternate(work, 1)
     row = timed_row(alternate(work, repeats), repeats)
     for name in SIDES:
         row[name]["peak_gib"] = peaks[name]
@@ -363,7 +364,8 @@ def gradients_row(trial, bar):
 
 def text_of_repository():
     """The bytes of this repository's documents and sources, in the order of their names."""
-    paths = [path for folder in ("docs", "include", "src", "python", "tests", "tools") for path in (ROOT / folder).rglob("*")
+    folders = ("docs", "include", "src", "python", "tests", "tools")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")
              if path.suffix in (".md", ".h", ".cpp", ".cu", ".cuh", ".py", ".txt")]
     return b"".join(path.read_bytes() for path in sorted(paths))
 
@@ -377,7 +379,8 @@ def curve_row(trial, length, updates, rate=3e-4):
     with torch.cuda.stream(trial.stream):
         weights = [p.detach().clone() for p in trial.model.parameters()]
         for name in SIDES:
-            optimizer = torch.optim.AdamW(trial.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+            optimizer = torch.optim.AdamW(trial.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1,
+                                          fused=True)
             observed = []
             with side(name):
                 for batch in batches:
@@ -415,7 +418,8 @@ def summarise(rows):
     summary = {}
     for name in OPERATORS:
         ratios = [row["fla"]["backward"]["median_us"] / row["rewy"]["backward"]["median_us"] for row in rows
-                  if row["model"] == name and row["part"] == "time" and row["mode"] == "graph" and row["layers"] == LAYERS]
+                  if row["model"] == name and row["part"] == "time" and row["mode"] == "graph"
+                  and row["layers"] == LAYERS and "failed" not in row]
         summary[name] = 100 * (geometric_mean(ratios) - 1) if ratios else None
     return summary
 
@@ -441,7 +445,8 @@ def measure(a, parts, names, lengths, save):
     for name in names:
         unchecked = a.fla_times_only and name == "gdn"
         trial = Trial(name, a.layers)
-        print(f"[{time.monotonic() - start:5.0f} s] {name}: {trial.parameters() / 1e9:.3f} billion parameters", flush=True)
+        print(f"[{time.monotonic() - start:5.0f} s] {name}: {trial.parameters() / 1e9:.3f} billion parameters",
+              flush=True)
         about = {"model": name, "layers": a.layers, "parameters": trial.parameters()}
         if unchecked:
             about["unchecked"] = True
@@ -457,7 +462,7 @@ def measure(a, parts, names, lengths, save):
         for length in lengths:
             trial.draw(length)
             if "time" in parts:
-                row({**about, "part": "time", "mode": "eager", "T": length}, lambda: eager_row(trial, repeats // 2 + 1))
+                row({**about, "part": "time", "mode": "eager", "T": length}, lambda: eager_row(trial, repeats // 3 + 1))
                 gc.collect()
                 torch.cuda.empty_cache()
                 row({**about, "part": "time", "mode": "graph", "T": length}, lambda: graph_row(trial, repeats))
@@ -484,14 +489,16 @@ def listed(choices, convert=str):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", type=listed(OPERATORS), default=list(OPERATORS), help="default: " + ",".join(OPERATORS))
-    parser.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS), help="default: 2048,8192; gradients and "
-                        "curves take the first")
+    parser.add_argument("--models", type=listed(OPERATORS), default=list(OPERATORS),
+                        help="default: " + ",".join(OPERATORS))
+    parser.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS),
+                        help="default: 2048,8192; gradients and curves take the first")
     parser.add_argument("--parts", type=listed(PARTS), default=list(PARTS), help="default: " + ",".join(PARTS))
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--repeats", type=int, default=30, help="observations a side; half of them in eager mode")
+    parser.add_argument("--repeats", type=int, default=20, help="observations a side; a third of them in eager mode")
     parser.add_argument("--updates", type=int, default=50, help="of a loss curve")
-    parser.add_argument("--bar", type=float, default=0.02, help="for the gradients' relative difference; names what is above")
+    parser.add_argument("--bar", type=float, default=0.02,
+                        help="for the gradients' relative difference; what is above is named")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after this long")
     parser.add_argument("--fla-times-only", action="store_true", help="time GDN where FLA refuses to compute it")
     parser.add_argument("--quick", action="store_true", help="five observations and updates, to try the script")
@@ -511,8 +518,9 @@ def main():
         old = json.loads(target.read_text())["rows"] if target.exists() else []
         new = []
         results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
-                   "command": command_line("bench/models.py", ("--models", "--lengths", "--parts", "--layers", "--repeats",
-                                                               "--updates", "--seconds"), ("--fla-times-only", "--quick")),
+                   "command": command_line("bench/models.py", ("--models", "--lengths", "--parts", "--layers",
+                                                               "--repeats", "--updates", "--seconds"),
+                                           ("--fla-times-only", "--quick")),
                    "machine": {"gpu": torch.cuda.get_device_name(), "driver": driver()}, "versions": versions(),
                    "setup": {"layers": LAYERS, "hidden": HIDDEN, "mlp": MLP, "heads": HEADS, "width": WIDTH,
                              "vocabulary": VOCABULARY, "batch": 1, "autocast": "BF16"}}

@@ -11,8 +11,8 @@ ORDER = ("kda", "gdn", "deltanet", "gdn2")
 
 def rows_of(results, part, mode=None):
     """The rows of whole models, by model and length."""
-    layers = results["setup"]["layers"]
-    rows = [row for row in results["rows"] if row["part"] == part and row.get("mode") == mode and row["layers"] == layers]
+    rows = [row for row in results["rows"] if row["part"] == part and row.get("mode") == mode
+            and row["layers"] == results["setup"]["layers"]]
     return sorted(rows, key=lambda row: (ORDER.index(row["model"]), row["T"]))
 
 
@@ -88,16 +88,17 @@ def render(results):
             if mode == "graph":
                 one = shares.get((row["model"], row["T"]))
                 for name in ("fla", "rewy"):
-                    share = one and one["layers"] * one[name]["backward"]["median_us"] / row[name]["backward"]["median_us"]
-                    cells.append(f"{100 * share:.0f}%" if one else "-")
+                    whole = row[name]["backward"]["median_us"]
+                    alone = one and one["layers"] * one[name]["backward"]["median_us"]
+                    cells.append(f"{100 * alone / whole:.0f}%" if one else "-")
             cells += [milliseconds(row["fla"]["forward"]), milliseconds(row["rewy"]["forward"]),
                       signed(row["forward_gain_percent"])]
             timed.append([name_of(row), str(row["T"]), *cells])
         if timed:
             lines += ["", f"### {title}", ""]
             if mode == "graph":
-                lines += ["The gain is FLA's time / this library's - 1. The operator's share is its backward of one layer, "
-                          "timed alone, times the layers.", ""]
+                lines += ["The gain is FLA's time / this library's - 1. The operator's share is its backward of one "
+                          "layer, timed alone, times the layers.", ""]
                 head = ["model", "T", "backward ms: FLA", "rewy", "gain", "operator's share: FLA", "rewy",
                         "forward ms: FLA", "rewy", "gain"]
             else:
@@ -116,11 +117,12 @@ def render(results):
                 for row in shares.values()]
     if operator:
         lines += ["", "### The operator alone, with a layer's arguments", "",
-                  "Normalisation of queries and keys, and gates where the layer leaves them to the operator, are inside.", ""]
+                  "Normalisation of queries and keys, and gates where the layer leaves them to the operator, are "
+                  "inside.", ""]
         lines += table(["model", "T", "backward us: FLA", "rewy", "", "forward us: FLA", "rewy", ""], operator)
     if any(row.get("unchecked") for row in results["rows"]):
-        lines += ["", "*FLA refuses to run this backward with this Triton version, because the gradients would be wrong; its "
-                  "check was taken out for the timing (`--fla-times-only`)."]
+        lines += ["", "*FLA refuses to run this backward with this Triton version, because the gradients would be "
+                  "wrong; its check was taken out for the timing (`--fla-times-only`)."]
 
     gradients = []
     for row in rows_of(results, "gradients"):
@@ -130,13 +132,15 @@ def render(results):
             gradients.append([name_of(row), str(row["T"]), f"{100 * row['max_relative_difference']:.2f}%",
                               f"`{row['worst_parameter']}`", f"{100 * row['median_relative_difference']:.2f}%",
                               f"{100 * row['whole_relative_difference']:.2f}%",
-                              f"{len(row['above_bar'])} of {row['parameters']}", f"{100 * row['fla_against_itself']:.2f}%"])
+                              f"{len(row['above_bar'])} of {row['parameters']}",
+                              f"{100 * row['fla_against_itself']:.2f}%"])
     if gradients:
         bar = next((f"{100 * row['bar']:g}%" for row in rows_of(results, "gradients") if "bar" in row), "the bar")
         lines += ["", "### Gradients of all parameters, one step", "",
-                  "||g_rewy - g_FLA|| / ||g_FLA|| by parameter, same weights and batch. The last column is FLA against a "
-                  "second run of itself.", ""]
-        lines += table(["model", "T", "maximum", "in", "median", "all as one vector", f"above {bar}", "FLA twice"], gradients)
+                  "||g_rewy - g_FLA|| / ||g_FLA|| by parameter, same weights and batch. The last column is FLA against "
+                  "a second run of itself.", ""]
+        lines += table(["model", "T", "maximum", "in", "median", "all as one vector", f"above {bar}", "FLA twice"],
+                       gradients)
 
     rows = [row for row in rows_of(results, "curves") if "failed" not in row]
     if rows:
@@ -151,8 +155,9 @@ def render(results):
         lines += table(["model", "T", "first loss", "last loss: FLA", "rewy", "largest difference", "at update",
                         "largest, relative"],
                        [[name_of(row), str(row["T"]), f"{row['loss']['fla'][0]:.4f}", f"{row['loss']['fla'][-1]:.4f}",
-                         f"{row['loss']['rewy'][-1]:.4f}", f"{row['max_difference']:.2g}", str(row["max_difference_at"]),
-                         f"{100 * row['max_relative_difference']:.2f}%"] for row in rows])
+                         f"{row['loss']['rewy'][-1]:.4f}", f"{row['max_difference']:.2g}",
+                         str(row["max_difference_at"]), f"{100 * row['max_relative_difference']:.2f}%"]
+                        for row in rows])
     failed = [row for row in results["rows"] if row["part"] == "served" and "failed" in row]
     lines += [line for row in failed for line in ("", f"{NAMES[row['model']]} was not measured: {row['failed']}")]
     return "\n".join(lines) + "\n", figures

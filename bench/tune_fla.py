@@ -5,15 +5,16 @@
 
 Left alone FLA compiles and times every configuration of every kernel at its first call, one after the other. Here many
 processes first compile a share of the configurations each and time nothing; then this process, alone on the GPU, times
-them all, as Triton does, and finds them compiled. What it chose is kept twice: by Triton beside the compiled kernels
-(TRITON_CACHE_DIR; a later process on this machine tunes nothing), and in FOLDER, for other machines: there
-FLA_CACHE_MODE=strict FLA_CONFIG_DIR=FOLDER takes each choice for exactly the arguments that it was made for. Triton's
-own cache alone serves the few kernels that FLA tunes without its configuration files.
+them all, as Triton does, and finds them compiled, as a benchmark that follows finds what was chosen. Choices are kept
+twice: by Triton beside the compiled kernels (TRITON_CACHE_DIR; a later process on this machine tunes nothing), and in
+FOLDER, for other machines, where FLA_CACHE_MODE=strict FLA_CONFIG_DIR=FOLDER takes each choice for exactly the
+arguments that it was made for. The few kernels that FLA tunes without its configuration files are in the former only.
 
 Both variables are honoured here as well: what they serve is not tuned again.
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -22,50 +23,55 @@ import subprocess
 import sys
 import time
 
+import host_time
 import models
 import time_fla
 
 
 def model_calls(names, lengths):
     """One step of each model, two layers deep, at each length: kernels depend on widths and lengths, not on depth."""
-    for name in names:
+    def step(name, length):
         trial = models.Trial(name, layers=2)
-        for length in lengths:
-            trial.draw(length)
-
-            def call(trial=trial):
-                with trial.torch.cuda.stream(trial.stream):
-                    trial.step()
-            yield f"model {name}, T = {length}", call
+        trial.draw(length)
+        with trial.torch.cuda.stream(trial.stream):
+            trial.step()
+    return [(f"model {name}, T = {length}", functools.partial(step, name, length))
+            for length in lengths for name in names]
 
 
 def operator_calls(large):
-    """Each form of each operator once for each batch and number of heads that bench/compare_fla.py times."""
-    seen = set()
-    for op, B, T, H, HV, policy, safe in time_fla.plan(large):
-        if (op, B, H, HV, policy, safe) in seen:
-            continue
-        seen.add((op, B, H, HV, policy, safe))
+    """Each form of each operator for each batch and number of heads that bench/compare_fla.py times, and what it calls
+    for the host's time."""
+    def timed(*about):
+        call = time_fla.Call(*about)
+        call.keep_graph()
+        call.backward()
+        call.forward()
 
-        def call(op=op, B=B, T=T, H=H, HV=HV, policy=policy, safe=safe):
-            one = time_fla.Call(op, B, T, H, HV, policy, safe)
-            one.keep_graph()
-            one.backward()
-            one.forward()
-        yield f"{op} ({B}, {T}, {H}{'' if H == HV else f' of {HV}'}) {policy}{' safe_gate' if safe else ''}", call
+    def eager(op):
+        import torch
+        inputs = [t.requires_grad_() for t in host_time.tensors(op, 64, 4, 128, "cuda").values() if t is not None]
+        o = time_fla.operator(op)(*inputs)[0]
+        torch.autograd.grad(o, inputs, torch.ones_like(o))
+
+    forms = {(op, B, H, HV, policy, safe): (op, B, T, H, HV, policy, safe)
+             for op, B, T, H, HV, policy, safe in reversed(time_fla.plan(large))}
+    out = [(" ".join(map(str, about)), functools.partial(timed, *about)) for about in forms.values()]
+    return out + [(f"{op}, host", functools.partial(eager, op)) for op in time_fla.OPERATORS]
 
 
 def calls(a):
-    if a.what in ("models", "all"):
-        yield from model_calls(a.models, a.lengths)
-    if a.what in ("operators", "all"):
-        yield from operator_calls(not a.no_large)
+    """[(title, function)]; where many processes compile, each begins with another one."""
+    out = model_calls(a.models, a.lengths) if a.what in ("models", "all") else []
+    out += operator_calls(not a.no_large) if a.what in ("operators", "all") else []
+    first = (a.share or 0) * len(out) // max(a.processes, 1)
+    return out[first:] + out[:first]
 
 
 def tuners():
     from triton.runtime.autotuner import Autotuner
     gc.collect()
-    return [one for one in gc.get_objects() if isinstance(one, Autotuner)]
+    return [one for one in gc.get_objects() if issubclass(type(one), Autotuner)]
 
 
 def compile_share(share, shares):
@@ -140,11 +146,12 @@ def main():
         return
     if a.processes:
         environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1"}  # choices of these are none
-        compilers = [subprocess.Popen([sys.executable, *sys.argv, "--processes", str(a.processes), "--share", str(share)],
-                                      env=environment, stderr=subprocess.DEVNULL if share else None)
-                     for share in range(a.processes)]
+        command = [sys.executable, *sys.argv, "--processes", str(a.processes)]
+        compilers = [subprocess.Popen([*command, "--share", str(share)], env=environment,
+                                      stderr=subprocess.DEVNULL if share else None) for share in range(a.processes)]
         failed = sum(one.wait() != 0 for one in compilers)
-        print(f"[{time.monotonic() - start:5.0f} s] compiled" + (f", {failed} processes failed" if failed else ""), flush=True)
+        print(f"[{time.monotonic() - start:5.0f} s] compiled" + (f", {failed} processes failed" if failed else ""),
+              flush=True)
     run_calls(a, start, quiet=False)
     print(f"[{time.monotonic() - start:5.0f} s] {keep(a.choices)} choices in {a.choices}")
 
