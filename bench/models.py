@@ -515,7 +515,8 @@ def main():
         if a.fla_times_only:
             time_fla.accept_triton()
         target = pathlib.Path(a.out or ROOT / "results" / f"models_{file_name(torch.cuda.get_device_name())}")
-        old = json.loads(target.read_text())["rows"] if target.exists() else []
+        rows = json.loads(target.read_text())["rows"] if target.exists() else []
+        old = [row for row in rows if row["part"] != "served"]
         new = []
         results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
                    "command": command_line("bench/models.py", ("--models", "--lengths", "--parts", "--layers",
