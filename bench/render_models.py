@@ -9,10 +9,10 @@ BEGIN, END = "<!-- models: written by bench/models.py -->", "<!-- models: end --
 ORDER = ("kda", "gdn", "deltanet", "gdn2")
 
 
-def rows_of(results, part, mode=None):
-    """The rows of whole models, by model and length."""
+def rows_of(results, part, mode=None, whole=True):
+    """The rows, by model and length; those of models with all layers unless told otherwise."""
     rows = [row for row in results["rows"] if row["part"] == part and row.get("mode") == mode
-            and row["layers"] == results["setup"]["layers"]]
+            and (row["layers"] == results["setup"]["layers"] or not whole)]
     return sorted(rows, key=lambda row: (ORDER.index(row["model"]), row["T"]))
 
 
@@ -142,20 +142,21 @@ def render(results):
         lines += table(["model", "T", "maximum", "in", "median", "all as one vector", f"above {bar}", "FLA twice"],
                        gradients)
 
-    rows = [row for row in rows_of(results, "curves") if "failed" not in row]
+    rows = [row for row in rows_of(results, "curves", whole=False) if "failed" not in row]
     if rows:
         one = rows[0]
         figures[f"{place}-curves.svg"] = curves(
             f"Loss with FLA's operators and with rewy's on {m['gpu']}",
-            [(f"{NAMES[row['model']]}, T = {row['T']}: largest difference {row['max_difference']:.2g}", row["loss"])
-             for row in rows])
+            [(f"{NAMES[row['model']]}, {row['layers']} layers, T = {row['T']}: largest difference "
+              f"{row['max_difference']:.2g}", row["loss"]) for row in rows])
         lines += ["", f"### Loss curves, {one['updates']} updates", "",
                   f"{one['optimizer']}; same weights, {one['text']}.", "",
                   f"![Loss by update](figures/{place}-curves.svg)", ""]
-        lines += table(["model", "T", "first loss", "last loss: FLA", "rewy", "largest difference", "at update",
-                        "largest, relative"],
-                       [[name_of(row), str(row["T"]), f"{row['loss']['fla'][0]:.4f}", f"{row['loss']['fla'][-1]:.4f}",
-                         f"{row['loss']['rewy'][-1]:.4f}", f"{row['max_difference']:.2g}",
+        lines += table(["model", "layers", "T", "first loss", "last loss: FLA", "rewy", "largest difference",
+                        "at update", "largest, relative"],
+                       [[name_of(row), str(row["layers"]), str(row["T"]), f"{row['loss']['fla'][0]:.4f}",
+                         f"{row['loss']['fla'][-1]:.4f}", f"{row['loss']['rewy'][-1]:.4f}",
+                         f"{row['max_difference']:.2g}",
                          str(row["max_difference_at"]), f"{100 * row['max_relative_difference']:.2f}%"]
                         for row in rows])
     failed = [row for row in results["rows"] if row["part"] == "served" and "failed" in row]
