@@ -375,14 +375,15 @@ def render(results):
     return "\n".join(lines) + "\n", figures
 
 
-def write(text, figures, document, folder):
+def write(text, figures, document, folder, begin=BEGIN, end=END):
+    """Puts the text between the document's markers and the charts into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, svg in figures.items():
         (folder / name).write_text(svg)
     here = os.path.relpath(folder, document.resolve().parent)
     text = text.replace("](figures/", f"]({here}/")
     old = document.read_text()
-    pattern = re.escape(BEGIN) + ".*" + re.escape(END)
+    pattern = re.escape(begin) + ".*" + re.escape(end)
     if not re.search(pattern, old, flags=re.S):
-        raise SystemExit(f"{document} has no {BEGIN} ... {END}")
-    document.write_text(re.sub(pattern, lambda _: f"{BEGIN}\n{text}{END}", old, flags=re.S))
+        raise SystemExit(f"{document} has no {begin} ... {end}")
+    document.write_text(re.sub(pattern, lambda _: f"{begin}\n{text}{end}", old, flags=re.S))

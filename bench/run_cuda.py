@@ -88,21 +88,22 @@ def commit_of_tree():
     return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "") or "unknown"
 
 
-def command_line():
+def command_line(script, valued, flags):
     """This command with the options that bear on what is measured, and without what only this machine has."""
-    plain = ("--only", "--match", "--fla-seconds"), ("--fla-times-only", "--no-large", "--quick")
     words = iter(sys.argv[1:])
-    kept = ["bench/run_cuda.py"]
+    kept = [script]
     for word in words:
-        if word.split("=")[0] in plain[0] + plain[1]:
+        if word.split("=")[0] in valued + flags:
             kept.append(word)
-            if word in plain[0]:
+            if word in valued:
                 kept.append(next(words))
     return shlex.join(kept)
 
 
 def stamp(a):
-    return {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(), "command": command_line()}
+    command = command_line("bench/run_cuda.py", ("--only", "--match", "--fla-seconds"),
+                           ("--fla-times-only", "--no-large", "--quick"))
+    return {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(), "command": command}
 
 
 def measure_rewy(a, save):

@@ -73,9 +73,9 @@ def accept_triton():
 
 
 class Call:
-    """One operator with its inputs, on a stream of its own."""
+    """One operator with its inputs, on a stream of its own; FLA's, or a function with FLA's arguments."""
 
-    def __init__(self, op, B, T, H, HV, policy, safe, K=128, V=128):
+    def __init__(self, op, B, T, H, HV, policy, safe, K=128, V=128, function=None):
         import torch
         self.torch = torch
         make = torch.Generator(device="cuda").manual_seed(1)
@@ -101,7 +101,7 @@ class Call:
             self.options["disable_recompute"] = True
         if safe:
             self.options["safe_gate"] = True
-        self.function = operator(op)
+        self.function = function or operator(op)
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         self.outputs = None
@@ -132,27 +132,34 @@ class Call:
         return cuda.max_memory_allocated() - before
 
     def seconds(self, call, observations):
-        cuda = self.torch.cuda
-        with cuda.stream(self.stream):
-            for _ in range(3):
-                call()
-        cuda.synchronize()
-        graph = cuda.CUDAGraph()
-        with cuda.graph(graph, stream=self.stream):
-            for _ in range(CALLS):
-                call()
-        for _ in range(WARMUPS):
-            graph.replay()
-        cuda.synchronize()
-        times = []
-        for _ in range(observations):
-            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3 / CALLS)
-        return times
+        replay = captured(call, self.stream)
+        return [replay() for _ in range(observations)]
+
+
+def captured(call, stream):
+    """A CUDA graph of CALLS calls, replayed until warm, as a function: one more replay, in seconds a call."""
+    from torch import cuda
+    with cuda.stream(stream):
+        for _ in range(3):
+            call()
+    cuda.synchronize()
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            call()
+    for _ in range(WARMUPS):
+        graph.replay()
+    cuda.synchronize()
+
+    def replay():
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / CALLS
+
+    return replay
 
 
 def timed(times):

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""This library's Python functions and FLA's in one process, in turn, on an NVIDIA GPU; results/compare_fla_<gpu>.json.
+
+    PYTHONPATH=<where fla-core, torch, triton and einops are> bench/compare_fla.py
+
+What is called is what a user of either imports: chunk_delta_rule, chunk_gated_delta_rule, chunk_kda and chunk_gdn2 with
+the same tensors: those, shapes and forms of bench/time_fla.py. Forward without gradients, and backward through
+torch.autograd.grad, in CUDA graphs of two calls; the replays of both sides alternate, who goes first too; events around
+each, medians. safe_gate=True, FLA's path for gates in [-5, 0), is compared with this library's only one.
+
+Before a form is timed, outputs and all gradients of both sides are compared. Each may be off the true value by 0.8% (o,
+final state, dq, dk, dv and the initial state's gradient) or 2% (dg, dbeta, db, dw) in the L2 norm (docs/numerics.md),
+so that the two may differ by the sum of both, 1.6% or 4%. A form that differs by more is "refused", not timed.
+
+Then the host's time of one eager call, forward and backward, at B = 1, T = 64, 4 heads, as bench/host_time.py measures.
+
+FLA tunes its kernels at first use: bench/time_fla.py says how it is avoided, bench/tune_fla.py does it beforehand; and
+see the former for --fla-times-only.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+
+import host_time
+import rewy
+import time_fla
+from models import SIDES, alternate, microseconds, relative
+from render_cuda import NAMES, shape_text, table
+from run_cuda import ROOT, command_line, commit_of_tree, driver, file_name, geometric_mean
+
+TIGHT, LOOSE = 2 * 8e-3, 2 * 2e-2
+LOOSE_NAMES = ("g", "beta", "b", "w")
+DIRECTIONS = ("forward", "backward")
+
+
+def differences(theirs, ours):
+    """{name: relative difference} of outputs and gradients; the calls keep their graphs."""
+    out = {}
+    for name, one, other in zip(("o", "final_state"), theirs.outputs, ours.outputs):
+        out[name] = relative(other.detach(), one.detach())
+    for name, one, other in zip(theirs.inputs, theirs.backward(), ours.backward()):
+        out["d" + name] = relative(other, one)
+    return out
+
+
+def too_far(found):
+    limit = lambda name: LOOSE if name[1:] in LOOSE_NAMES else TIGHT
+    return [f"{name} {value:.2e}" for name, value in found.items() if not value <= limit(name)]
+
+
+def compare(op, B, T, H, HV, policy, safe, repeats, unchecked):
+    row = {"op": op, "B": B, "T": T, "H": H, "HV": HV, "K": 128, "V": 128, "policy": policy, "safe_gate": safe}
+    try:
+        calls = {"fla": time_fla.Call(op, B, T, H, HV, policy, safe),
+                 "rewy": time_fla.Call(op, B, T, H, HV, policy, safe, function=host_time.FUNCTIONS[op])}
+        for call in calls.values():
+            call.keep_graph()
+            with torch.cuda.stream(call.stream):
+                call.backward()
+                call.forward()  # both compile
+        torch.cuda.synchronize()
+        row["differences"] = differences(calls["fla"], calls["rewy"])
+        torch.cuda.synchronize()
+        if unchecked and op == "gdn":
+            row["unchecked"] = True
+        elif too_far(row["differences"]):
+            raise ArithmeticError("results differ: " + ", ".join(too_far(row["differences"])))
+        for direction in DIRECTIONS:
+            work = {name: time_fla.captured(getattr(call, direction), call.stream) for name, call in calls.items()}
+            times = alternate(work, repeats)
+            row[direction] = {name: microseconds(observed) for name, observed in times.items()}
+            row[direction]["ratio"] = row[direction]["fla"]["median_us"] / row[direction]["rewy"]["median_us"]
+        row["observations"] = repeats
+    except Exception as error:  # FLA's and Triton's are of many kinds
+        row["refused"] = time_fla.one_line(error)
+    return row
+
+
+def host_row(op, repeats):
+    """Microseconds of the host for one eager forward and backward."""
+    about = {"B": 1, "T": 64, "H": 4, "K": 128}
+    inputs = [t.requires_grad_() for t in host_time.tensors(op, about["T"], about["H"], about["K"], "cuda").values()
+              if t is not None]
+    d_o = torch.ones_like(inputs[2])
+    row = {"op": op, **about}
+    for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op])):
+        def call(function=function):
+            torch.autograd.grad(function(*inputs)[0], inputs, d_o)
+        try:
+            for _ in range(3):
+                call()  # compiles
+            row[f"{name}_us"] = host_time.host_us(call, "cuda", repeats)
+        except Exception as error:  # as above
+            row["refused"] = f"{name}: {time_fla.one_line(error)}"
+    if "refused" not in row:
+        row["ratio"] = row["fla_us"] / row["rewy_us"]
+    return row
+
+
+def form(row):
+    return ("saved" if row["policy"] == "save" else "recompute") + (", safe_gate" if row["safe_gate"] else "")
+
+
+def summarise(rows):
+    """{operator: {form: {forward, backward: FLA's time / this library's}}}, geometric means of the six shapes."""
+    summary = {}
+    for op in time_fla.OPERATORS:
+        of_op = [row for row in rows if row["op"] == op and "refused" not in row and row["H"] == row["HV"]
+                 and (row["B"], row["T"], row["H"]) in time_fla.SHAPES]
+        for one in dict.fromkeys(form(row) for row in of_op):
+            found = [row for row in of_op if form(row) == one]
+            if len(found) == len(time_fla.SHAPES):
+                summary.setdefault(op, {})[one] = {direction: geometric_mean([row[direction]["ratio"] for row in found])
+                                                   for direction in DIRECTIONS}
+    return summary
+
+
+def tables(results):
+    us = lambda timed: f"{timed['median_us']:.1f}"
+    lines = []
+    for op in time_fla.OPERATORS:
+        rows = [row for row in results["rows"] if row["op"] == op]
+        if not rows:
+            continue
+        shown = []
+        for row in rows:
+            shape = shape_text((row["B"], row["T"], row["H"])) + ("" if row["H"] == row["HV"] else f" of {row['HV']}")
+            if "refused" in row:
+                shown.append([shape, form(row), row["refused"]] + ["-"] * 6)
+                continue
+            cells = [cell for d in DIRECTIONS
+                     for cell in (us(row[d]["fla"]), us(row[d]["rewy"]), f"{row[d]['ratio']:.2f}x")]
+            worst = max(row["differences"], key=row["differences"].get)
+            shown.append([shape, form(row) + ("*" if row.get("unchecked") else ""), *cells,
+                          f"{worst} {row['differences'][worst]:.1e}"])
+        lines += [f"{NAMES[op]}", "", *table(["(B, T, H)", "form", "forward us: FLA", "rewy", "", "backward us: FLA",
+                                             "rewy", "", "largest difference"], shown), ""]
+    if results["host"]:
+        lines += ["Host, one eager forward and backward at (1, 64, 4), K = V = 128", "",
+                  *table(["operator", "FLA us", "rewy us", ""],
+                         [[NAMES[row["op"]], row["refused"], "-", "-"] if "refused" in row else
+                          [NAMES[row["op"]], f"{row['fla_us']:.0f}", f"{row['rewy_us']:.0f}", f"{row['ratio']:.1f}x"]
+                          for row in results["host"]]), ""]
+    for op, forms in results["summary"].items():
+        for one, means in forms.items():
+            lines.append(f"{NAMES[op]}, {one}, geometric means of the six shapes: "
+                         + ", ".join(f"{direction} {ratio:.2f}x" for direction, ratio in means.items()))
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ops", default=",".join(time_fla.OPERATORS), help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=20, help="observations a side")
+    parser.add_argument("--seconds", type=float, default=150,
+                        help="start no shape after this long; the host's time follows")
+    parser.add_argument("--no-large", action="store_true", help="only the six shapes of the comparison")
+    parser.add_argument("--fla-times-only", action="store_true",
+                        help="time what FLA refuses to compute with this Triton")
+    parser.add_argument("--quick", action="store_true", help="five observations, to try the script")
+    parser.add_argument("--out", help="instead of results/compare_fla_<gpu>.json")
+    parser.add_argument("--commit", help="what was built, where this is no git checkout")
+    a = parser.parse_args()
+    ops = a.ops.split(",")
+    if not set(ops) <= set(time_fla.OPERATORS):
+        parser.error(f"--ops: of {', '.join(time_fla.OPERATORS)}, separated by commas")
+    repeats = 5 if a.quick else a.repeats
+    if a.fla_times_only:
+        time_fla.accept_triton()
+    start = time.monotonic()
+    gpu = torch.cuda.get_device_name()
+    target = pathlib.Path(a.out or ROOT / "results" / f"compare_fla_{file_name(gpu)}")
+    results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
+               "command": command_line("bench/compare_fla.py", ("--ops", "--repeats", "--seconds"),
+                                       ("--no-large", "--fla-times-only", "--quick")),
+               "machine": {"gpu": gpu, "driver": driver()},
+               "versions": time_fla.versions() | {"rewy": rewy.__version__},
+               "notes": [], "summary": {}, "host": [], "rows": []}
+
+    def save():
+        results["summary"] = summarise(results["rows"])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(results, indent=1) + "\n")
+
+    work = [one for one in time_fla.plan(not a.no_large) if one[0] in ops]
+    for i, one in enumerate(work):
+        if time.monotonic() - start > a.seconds:
+            results["notes"].append(f"stopped after {a.seconds:.0f} s, {len(work) - i} of {len(work)} left")
+            break
+        row = compare(*one, repeats, a.fla_times_only)
+        gc.collect()
+        torch.cuda.empty_cache()
+        results["rows"].append(row)
+        save()
+        medians = lambda timed: " / ".join(f"{timed[name]['median_us']:.1f}" for name in SIDES)
+        shown = row.get("refused") or ", ".join(f"{d} {medians(row[d])} us" for d in DIRECTIONS)
+        shape = shape_text((row["B"], row["T"], row["H"]))
+        print(f"[{time.monotonic() - start:5.0f} s] {row['op']} {shape} {form(row)}, FLA / rewy: {shown}", flush=True)
+    for op in ops:
+        results["host"].append(host_row(op, 3 if a.quick else 20))
+    save()
+    print("\n" + tables(results))
+    print("\n".join(results["notes"]))
+    print("wrote", target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
