@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """This library's Python functions and FLA's in one process, in turn, on an NVIDIA GPU; results/compare_fla_<gpu>.json.
 
-    PYTHONPATH=<where fla-core, torch, triton and einops are> bench/compare_fla.py
+    PYTHONPATH=<where fla-core, torch, triton and einops are> bench/compare_fla.py [--write docs/performance.md]
+    bench/compare_fla.py --render results/compare_fla_h200.json --write docs/performance.md   # no GPU: the tables
 
 What is called is what a user of either imports: chunk_delta_rule, chunk_gated_delta_rule, chunk_kda and chunk_gdn2 with
 the same tensors: those, shapes and forms of bench/time_fla.py. Forward without gradients, and backward through
@@ -27,15 +28,13 @@ import statistics
 import sys
 import time
 
-import torch
-
-import host_time
-import rewy
+import render_cuda
 import time_fla
 from models import SIDES, alternate, microseconds, relative
 from render_cuda import NAMES, shape_text, table
 from run_cuda import ROOT, command_line, commit_of_tree, driver, file_name, geometric_mean
 
+BEGIN, END = "<!-- compare: written by bench/compare_fla.py -->", "<!-- compare: end -->"
 TIGHT, LOOSE = 2 * 8e-3, 2 * 2e-2
 LOOSE_NAMES = ("g", "beta", "b", "w")
 DIRECTIONS = ("forward", "backward")
@@ -57,6 +56,8 @@ def too_far(found):
 
 
 def compare(op, B, T, H, HV, policy, safe, repeats, unchecked):
+    import host_time
+    import torch
     row = {"op": op, "B": B, "T": T, "H": H, "HV": HV, "K": 128, "V": 128, "policy": policy, "safe_gate": safe}
     try:
         calls = {"fla": time_fla.Call(op, B, T, H, HV, policy, safe),
@@ -86,6 +87,8 @@ def compare(op, B, T, H, HV, policy, safe, repeats, unchecked):
 
 def host_row(op, repeats):
     """Microseconds of the host for one eager forward and backward."""
+    import host_time
+    import torch
     about = {"B": 1, "T": 64, "H": 4, "K": 128}
     inputs = [t.requires_grad_() for t in host_time.tensors(op, about["T"], about["H"], about["K"], "cuda").values()
               if t is not None]
@@ -123,9 +126,24 @@ def summarise(rows):
     return summary
 
 
-def tables(results):
+def render(results):
     us = lambda timed: f"{timed['median_us']:.1f}"
-    lines = []
+    v, machine = results["versions"], results["machine"]
+    lines = [f"{machine['gpu']}, driver {machine['driver']}, {results['date']}, commit {results['commit']}. Command: "
+             f"`{results['command']}`. torch {v['torch']}, Triton {v['triton']}, fla-core {v['fla-core']}. BF16, "
+             "K = V = 128. Both sides through PyTorch's autograd, replayed from CUDA graphs in turn; medians. Largest "
+             "difference: of the two sides' outputs and gradients, in the L2 norm.", ""]
+    lines += [*results["notes"], ""] if results["notes"] else []
+    means = [[NAMES[op], one, *(f"{found[direction]:.2f}x" for direction in DIRECTIONS)]
+             for op, forms in results["summary"].items() for one, found in forms.items()]
+    lines += ["#### Speed-up over FLA, geometric means of six shapes", "",
+              *table(["operator", "form", *DIRECTIONS], means), ""]
+    if results["host"]:
+        lines += ["#### The host's time of one eager forward and backward, (B, T, H) = (1, 64, 4), K = V = 128", "",
+                  *table(["operator", "FLA us", "rewy us", ""],
+                         [[NAMES[row["op"]], row["refused"], "-", "-"] if "refused" in row else
+                          [NAMES[row["op"]], f"{row['fla_us']:.0f}", f"{row['rewy_us']:.0f}", f"{row['ratio']:.1f}x"]
+                          for row in results["host"]]), ""]
     for op in time_fla.OPERATORS:
         rows = [row for row in results["rows"] if row["op"] == op]
         if not rows:
@@ -141,18 +159,8 @@ def tables(results):
             worst = max(row["differences"], key=row["differences"].get)
             shown.append([shape, form(row) + ("*" if row.get("unchecked") else ""), *cells,
                           f"{worst} {row['differences'][worst]:.1e}"])
-        lines += [f"{NAMES[op]}", "", *table(["(B, T, H)", "form", "forward us: FLA", "rewy", "", "backward us: FLA",
-                                             "rewy", "", "largest difference"], shown), ""]
-    if results["host"]:
-        lines += ["Host, one eager forward and backward at (1, 64, 4), K = V = 128", "",
-                  *table(["operator", "FLA us", "rewy us", ""],
-                         [[NAMES[row["op"]], row["refused"], "-", "-"] if "refused" in row else
-                          [NAMES[row["op"]], f"{row['fla_us']:.0f}", f"{row['rewy_us']:.0f}", f"{row['ratio']:.1f}x"]
-                          for row in results["host"]]), ""]
-    for op, forms in results["summary"].items():
-        for one, means in forms.items():
-            lines.append(f"{NAMES[op]}, {one}, geometric means of the six shapes: "
-                         + ", ".join(f"{direction} {ratio:.2f}x" for direction, ratio in means.items()))
+        lines += [f"#### {NAMES[op]}", "", *table(["(B, T, H)", "form", "forward us: FLA", "rewy", "",
+                                                  "backward us: FLA", "rewy", "", "largest difference"], shown), ""]
     return "\n".join(lines)
 
 
@@ -168,7 +176,20 @@ def main():
     parser.add_argument("--quick", action="store_true", help="five observations, to try the script")
     parser.add_argument("--out", help="instead of results/compare_fla_<gpu>.json")
     parser.add_argument("--commit", help="what was built, where this is no git checkout")
+    parser.add_argument("--render", metavar="JSON", help="measure nothing: the tables of this file")
+    parser.add_argument("--write", help="document that takes the tables between its markers")
     a = parser.parse_args()
+    results = json.loads(pathlib.Path(a.render).read_text()) if a.render else measure(a, parser)
+    text = render(results)
+    print("\n" + text)
+    if a.write:
+        render_cuda.write(text, {}, pathlib.Path(a.write), ROOT / "docs/figures", BEGIN, END)
+
+
+def measure(a, parser):
+    """The results, which are written after each shape too."""
+    import rewy
+    import torch
     ops = a.ops.split(",")
     if not set(ops) <= set(time_fla.OPERATORS):
         parser.error(f"--ops: of {', '.join(time_fla.OPERATORS)}, separated by commas")
@@ -207,9 +228,8 @@ def main():
     for op in ops:
         results["host"].append(host_row(op, 3 if a.quick else 20))
     save()
-    print("\n" + tables(results))
-    print("\n".join(results["notes"]))
     print("wrote", target)
+    return results
 
 
 if __name__ == "__main__":
