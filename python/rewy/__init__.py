@@ -6,12 +6,25 @@ The functions take Flash Linear Attention's arguments, on CPU and CUDA tensors::
 
     o, final_state = chunk_kda(q, k, v, g, beta)
 
-Everything that computes is C++ and CUDA; the operators below the functions are ``torch.ops.rewy``.
+``patch_fla()`` and ``patch_transformers()`` make the layers of those packages use them. Everything that computes is C++
+and CUDA; the operators below the functions are ``torch.ops.rewy``.
 """
 
 import torch as _torch  # noqa: F401  # its library must be loaded before the module that uses it
 
 from ._C import version as __version__
 from .chunk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, explain
+from .patch import patch_fla, patch_transformers, unpatch_fla, unpatch_transformers
 
-__all__ = ["__version__", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_gdn2", "chunk_kda", "explain"]
+__all__ = [
+    "__version__",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn2",
+    "chunk_kda",
+    "explain",
+    "patch_fla",
+    "patch_transformers",
+    "unpatch_fla",
+    "unpatch_transformers",
+]
