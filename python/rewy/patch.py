@@ -11,12 +11,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import operator
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -228,7 +229,8 @@ class _Translation:
                 dtypes.append((name, value.dtype))
                 differentiated = differentiated or value.requires_grad
         differentiated = differentiated and torch.is_grad_enabled()
-        sizes = (int(q.shape[2]), int(v.shape[2]), int(q.shape[3]), int(v.shape[3]))
+        # index(): while tracing, a symbol becomes the number it stands for.
+        sizes = tuple(operator.index(n) for n in (q.shape[2], v.shape[2], q.shape[3], v.shape[3]))
         return self.function, differentiated, q.device, sizes, tuple(dtypes), tuple(settings)
 
     def run(self, given: dict[str, Any]) -> Any:
@@ -284,10 +286,10 @@ class _Patch:
         ] = {}  # by the id of the original: it and what replaces it
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    def modules(self) -> Iterator[Any]:
+    def modules(self) -> Iterator[ModuleType]:
         prefixes = tuple(name + "." for name in self.packages)
         for name, module in list(sys.modules.items()):
-            if name in self.packages or name.startswith(prefixes):
+            if isinstance(module, ModuleType) and (name in self.packages or name.startswith(prefixes)):
                 yield module
 
     def knows(self, function: Any) -> bool:
