@@ -411,3 +411,104 @@ def test_compiled_before_unpatching(fla, no_fallback):
         kept = fla.chunk_kda
         assert torch.is_tensor(compiled(*inputs))
     assert compiled(*inputs) == "theirs"
+
+
+# ---- transformers --------------------------------------------------------------------------------------------------
+
+OWN = """
+def torch_chunk_gated_delta_rule(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, **kwargs,
+):
+    return "theirs", kwargs
+"""
+# Names looked up by each call, as since 5.17; functions kept by the layer, as before.
+LOOKED_UP = """
+class Layer(torch.nn.Module):
+    def forward(self, *args, **kwargs):
+        return torch_chunk_gated_delta_rule(*args, **kwargs)
+"""
+KEPT = """
+try:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+except ImportError:
+    chunk_gated_delta_rule = None
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chunk_gated_delta_rule = chunk_gated_delta_rule or torch_chunk_gated_delta_rule
+
+    def forward(self, *args, **kwargs):
+        return self.chunk_gated_delta_rule(*args, **kwargs)
+"""
+
+
+@pytest.fixture(params=[LOOKED_UP, KEPT], ids=["looked up", "kept"])
+def layers(request, tmp_path, monkeypatch):
+    """Makes a layer of Qwen3-Next; that of OLMo Hybrid is there to be imported later."""
+    forget(monkeypatch, "fla", "transformers")
+    text = "import torch\n" + OWN + request.param
+    models = ("qwen3_next", "olmo_hybrid")
+    write(tmp_path, {f"transformers/models/{name}/modeling_{name}.py": text for name in models})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "fla", None)
+    yield lambda name: importlib.import_module(f"transformers.models.{name}.modeling_{name}").Layer()
+    rewy.unpatch_transformers()
+    for name in list(sys.modules):
+        if name.split(".")[0] == "transformers":
+            del sys.modules[name]
+
+
+def test_layers_of_transformers(layers, no_fallback):
+    q, k, v, g, beta = tensors("gdn", Case())
+    expected = rewy.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=PACKED, output_final_state=True)
+    options = {"g": g, "beta": beta, "cu_seqlens": PACKED, "output_final_state": True, "position_ids": 3}
+    before = layers("qwen3_next")
+    model = torch.nn.Sequential(before)
+    with rewy.patch_transformers(model):
+        for layer in (before, layers("qwen3_next"), layers("olmo_hybrid")):
+            assert_same_bits(list(layer(q, k, v, **options)), list(expected))
+        assert_same_bits(list(layer(q, k, v, chunk_size=32, **options)), list(expected))
+    for kept in (before, layer, layers("qwen3_next")):
+        assert kept(q, k, v, **options) == ("theirs", {"cu_seqlens": PACKED, "position_ids": 3})
+    own = sys.modules[type(before).__module__].torch_chunk_gated_delta_rule
+    assert not hasattr(own, "__wrapped__")
+    assert vars(before).get("chunk_gated_delta_rule", own) is own
+
+
+def test_what_transformers_keeps(layers):
+    q, k, v, g, beta = tensors("gdn", Case())
+    with rewy.patch_transformers():
+        with pytest.warns(
+            UserWarning, match=r"modeling_qwen3_next.torch_chunk_gated_delta_rule, .*argument 'cp_context'"
+        ):
+            assert layers("qwen3_next")(q, k, v, g=g, beta=beta, cp_context=3)[0] == "theirs"
+
+
+def test_exported_programs_have_transformers_own_operations(layers, monkeypatch):
+    layer = layers("qwen3_next")
+    own = lambda query, key, value, g, beta, **_: (query + value.sum(), None)  # noqa: E731
+    monkeypatch.setattr(sys.modules[type(layer).__module__], "torch_chunk_gated_delta_rule", own)
+    if hasattr(layer, "chunk_gated_delta_rule"):
+        layer.chunk_gated_delta_rule = own
+    with rewy.patch_transformers(layer):
+        program = torch.export.export(layer, tuple(tensors("gdn", Case())))
+    assert not [node for node in program.graph.nodes if "rewy" in str(node.target)]
+
+
+@pytest.mark.parametrize("layers", [KEPT], indirect=True, ids=["kept"])
+def test_fla_s_functions_in_layers_of_transformers(layers, fla, no_fallback):
+    """With FLA, what such a layer keeps is FLA's: patching either package reaches it."""
+    inputs = tensors("gdn", Case())
+    expected = rewy.chunk_gated_delta_rule(*inputs)
+    before = layers("qwen3_next")
+    with rewy.patch_fla():
+        later = layers("olmo_hybrid")
+        assert_same_bits(list(later(*inputs)), list(expected))
+        assert before(*inputs)[0] == "theirs"
+        with rewy.patch_transformers(before, later):
+            for layer in (before, later):
+                assert_same_bits(list(layer(*inputs)), list(expected))
+    for layer in (before, later):
+        assert layer(*inputs)[0] == "theirs"
