@@ -82,7 +82,7 @@ def run(model, tokens):
     return out.logits.detach(), gradients, generated
 
 
-# 16-bit models: their own rounding, between whose layers the differences of one are carried on.
+# FP32: roundings. BF16: twice what the two ways to compute differ by on a CPU.
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, device, dtype, monkeypatch):
     for function in ("chunk_kda", "fused_recurrent_kda") if name == "kimi_linear" else (
@@ -104,7 +104,7 @@ def test_models(name, device, dtype, monkeypatch):
         warnings.filterwarnings("error", message="rewy")
         actual = run(model, tokens)
     assert before == {place: getattr(module, place) for place in places}
-    tight, loose = (1e-5, 1e-4) if dtype == torch.float32 else (2e-2, 1e-1)
+    tight, loose = (1e-5, 1e-4) if dtype == torch.float32 else (1e-2, 3e-2)
     assert_close(actual[0], expected[0].double().cpu(), tight, "logits")
     assert actual[1].keys() == expected[1].keys()
     for parameter, gradient in actual[1].items():
