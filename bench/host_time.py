@@ -85,19 +85,19 @@ def main():
         d_o = torch.ones_like(named["v"])
         needed = sum(1 << i for i, t in enumerate(plain) if t is not None)
         forward, backward = torch.ops.rewy.forward.default, torch.ops.rewy.backward.default
-        saved = forward(op, *plain, None, None)[2]
+        kept = forward(op, *plain)[2:]
 
         def eager(op=op, inputs=inputs, d_o=d_o):
             torch.autograd.grad(FUNCTIONS[op](*inputs)[0], inputs, d_o)
 
         def registered(op=op, inputs=inputs, variables=variables, d_o=d_o):
-            torch.autograd.grad(forward(op, *variables, None, None)[0], inputs, d_o)
+            torch.autograd.grad(forward(op, *variables)[0], inputs, d_o)
 
         def alone(op=op, plain=plain):
-            forward(op, *plain, None, None)
+            forward(op, *plain)
 
-        def reverse(op=op, plain=plain, d_o=d_o, saved=saved, needed=needed):
-            backward(op, d_o, None, *plain, None, None, saved, None, False, "recompute", needed)
+        def reverse(op=op, plain=plain, d_o=d_o, kept=kept, needed=needed):
+            backward(op, d_o, None, *plain, None, None, None, None, *kept, None, False, "recompute", needed)
 
         def empty(inputs=inputs, d_o=d_o):
             torch.autograd.grad(Empty.apply(*inputs), inputs, d_o)

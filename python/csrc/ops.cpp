@@ -5,11 +5,14 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <tuple>
 #include <vector>
 
+#include "common/activation.h"
 #include "common/backend.h"
 #include "common/validate.h"
 #include "saved.h"
@@ -17,10 +20,11 @@
 namespace rewy::torch_ops {
 namespace {
 
-/// What the tensors of a call are: those of forward() and backward() that both have, in the order of the schemas.
+/// What the tensors of a call are: those of forward() and backward() that both have, in the order of the schemas. Where
+/// a part is activated inside the call, they are the raw ones.
 struct Tensors {
   const Tensor &q, &k, &v;
-  const OptionalTensor &g, &beta, &b, &w, &initial_state, &cu_seqlens;
+  const OptionalTensor &g, &beta, &b, &w, &initial_state, &A_log, &dt_bias, &cu_seqlens;
 };
 
 struct Options {
@@ -28,7 +32,34 @@ struct Options {
   bool state_v_first;
   const std::string& policy;  ///< "none", "recompute" or "save"
   const std::string& backend;
+  bool normalise, activate_gate, activate_beta, allow_neg_eigval;
+  std::optional<double> lower_bound;
 };
+
+/// What activate() makes of a call's raw tensors, or the gradients of that; parts that are not activated are not given.
+struct Activated {
+  TensorView q{}, k{}, g{}, beta{}, q_rstd{}, k_rstd{};
+};
+
+/// In memory one after the other, from rows whose bytes are multiples of 16 where kernels want that to single numbers.
+Activated lay_out(const Activation& a, const Tensor& memory, Device device) {
+  auto* next = static_cast<std::byte*>(memory.data_ptr());
+  const auto take = [&](bool there, DType dtype, std::initializer_list<std::int64_t> shape) {
+    if (!there) return TensorView{};
+    const TensorView view(next, dtype, shape, device);
+    next += view.elements() * static_cast<std::int64_t>(size_of(dtype));
+    return view;
+  };
+  Activated at;
+  at.g = take(a.gate == Gate::kVector, wide(a.gate_dtype), {a.B, a.T, a.HV, a.K});
+  at.q = take(a.normalise, a.dtype, {a.B, a.T, a.H, a.K});
+  at.k = take(a.normalise, a.dtype, {a.B, a.T, a.H, a.K});
+  if (a.gate == Gate::kScalar) at.g = take(true, wide(a.gate_dtype), {a.B, a.T, a.HV});
+  at.beta = take(a.strength, a.beta_dtype, {a.B, a.T, a.HV});
+  at.q_rstd = take(a.normalise, wide(a.dtype), {a.B, a.T, a.H});
+  at.k_rstd = take(a.normalise, wide(a.dtype), {a.B, a.T, a.H});
+  return at;
+}
 
 /// A problem read off the tensors. Of their shapes only the axes of those it is read from are counted here: what they
 /// must be is the library's to say.
@@ -51,6 +82,7 @@ struct Call {
     } else {
       problem.strength_dtype = problem.dtype;  // its absence is refused, whatever the type
     }
+    describe_activation(t, options);
     problem.state_layout = options.state_v_first ? StateLayout::kVK : StateLayout::kKV;
     keeps = options.policy != "none";
     if (keeps) problem.policy = parse_policy(options.policy);
@@ -62,7 +94,20 @@ struct Call {
     }
   }
 
-  Inputs inputs(const Tensors& t) const {
+  /// What the operator reads: the caller's tensors, or what activate() made of them.
+  Inputs inputs(const Tensors& t, const Activated& made) const {
+    Inputs in = caller_s(t);
+    const auto put = [](TensorView& place, const TensorView& view) {
+      if (view.given()) place = view;
+    };
+    put(in.q, made.q);
+    put(in.k, made.k);
+    put(in.g, made.g);
+    put(in.beta, made.beta);
+    return in;
+  }
+
+  Inputs caller_s(const Tensors& t) const {
     return {.q = view(t.q, name, "q"),
             .k = view(t.k, name, "k"),
             .v = view(t.v, name, "v"),
@@ -72,6 +117,36 @@ struct Call {
             .w = view(t.w, name, "w"),
             .initial_state = view(t.initial_state, name, "initial_state"),
             .cu_seqlens = view(t.cu_seqlens, name, "cu_seqlens")};
+  }
+
+  ActivationInputs raw(const Tensors& t) const {
+    ActivationInputs in;
+    if (activation.normalise) in.raw_q = view(t.q, name, "q"), in.raw_k = view(t.k, name, "k");
+    if (activation.gate != Gate::kNone) {
+      in.raw_g = view(t.g, name, "g");
+      in.A_log = view(t.A_log, name, "A_log");
+      in.dt_bias = view(t.dt_bias, name, "dt_bias");
+    }
+    if (activation.strength) in.raw_beta = view(t.beta, name, "beta");
+    return in;
+  }
+
+  /// Whether the backward is given what activate() made; else it is made again.
+  bool keeps_activated() const { return keeps && problem.policy == Policy::kSave; }
+  bool activates() const { return activation.normalise || activation.gate != Gate::kNone || activation.strength; }
+  std::array<std::int64_t, 3> activated_shape() const {
+    return {problem.B, problem.T, activated_bytes_of_token(activation)};
+  }
+  void activate(const Tensors& t, const Activated& made) const {
+    rewy::activate(activation,
+                   {.in = raw(t),
+                    .q = made.q,
+                    .k = made.k,
+                    .q_rstd = made.q_rstd,
+                    .k_rstd = made.k_rstd,
+                    .g = made.g,
+                    .beta = made.beta},
+                   execution);
   }
 
   std::array<std::int64_t, 4> state_shape() const {
@@ -86,21 +161,46 @@ struct Call {
   }
 
   Problem problem;
+  Activation activation;
   std::string name;  ///< "kda forward", for messages
   Execution execution;
   bool keeps = true;  ///< whether the forward keeps what the backward can reuse
+
+ private:
+  /// The parts that are activated inside the call; the operator's strength is then what its sigmoid makes.
+  void describe_activation(const Tensors& t, const Options& options) {
+    Activation& a = activation;
+    a = {.B = problem.B, .T = problem.T, .H = problem.H, .HV = problem.HV, .K = problem.K};
+    a.normalise = options.normalise;
+    a.dtype = problem.dtype;
+    if (options.activate_gate) {
+      a.gate = gate_of(problem.op);
+      a.lower_bound = options.lower_bound;
+      if (t.g) a.gate_dtype = dtype_of(*t.g, name, "g");
+    }
+    if (options.activate_beta && strength_of(problem.op) == Strength::kShared) {
+      a.strength = true;
+      a.allow_negative_eigenvalues = options.allow_neg_eigval;
+      a.strength_dtype = problem.strength_dtype;
+      a.beta_dtype = problem.strength_dtype = wide(a.strength_dtype);
+    }
+  }
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g,
-                                              OptionalTensor beta, OptionalTensor b, OptionalTensor w,
-                                              OptionalTensor initial_state, OptionalTensor cu_seqlens,
-                                              std::optional<double> scale, bool output_final_state, bool state_v_first,
-                                              std::string policy, std::string backend) {
-  const Tensors tensors{q, k, v, g, beta, b, w, initial_state, cu_seqlens};
-  Call call(op, Direction::kForward, tensors, {scale, state_v_first, policy, backend});
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g,
+                                                      OptionalTensor beta, OptionalTensor b, OptionalTensor w,
+                                                      OptionalTensor initial_state, OptionalTensor A_log,
+                                                      OptionalTensor dt_bias, OptionalTensor cu_seqlens,
+                                                      std::optional<double> scale, bool output_final_state,
+                                                      bool state_v_first, std::string policy, std::string backend,
+                                                      bool normalise, bool activate_gate, bool activate_beta,
+                                                      bool allow_neg_eigval, std::optional<double> lower_bound) {
+  const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
+  Call call(
+      op, Direction::kForward, tensors,
+      {scale, state_v_first, policy, backend, normalise, activate_gate, activate_beta, allow_neg_eigval, lower_bound});
   const Device device = call.execution.device;
   const Problem& p = call.problem;
-  ForwardArgs args{.in = call.inputs(tensors)};
   const DeviceScope scope(device);
   call.execution.stream = scope.stream();
   const Bytes bytes = workspace_bytes(p, Direction::kForward, call.execution);
@@ -108,6 +208,13 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k
   if (call.keeps) static_cast<void>(workspace_bytes(p, Direction::kBackward, call.execution));
 
   const std::int64_t o_shape[] = {p.B, p.T, p.HV, p.V}, none[] = {0};
+  Tensor activated = allocate_kept(none, device);
+  Activated made;
+  if (call.activates()) {
+    activated = allocate_kept(call.activated_shape(), device);
+    made = lay_out(call.activation, activated, device);
+  }
+  ForwardArgs args{.in = call.inputs(tensors, made)};
   const Tensor o = allocate(o_shape, p.dtype, device);
   args.o = view(o, call.name, "o");
   const Tensor final_state = output_final_state ? allocate(call.state_shape(), call.state_dtype(), device)
@@ -118,12 +225,28 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);
+  if (call.activates()) {
+    validate(p, args, call.execution, bytes);  // all of a call is checked before anything is launched
+    call.activate(tensors, made);
+  }
   forward(p, args, call.execution);
-  return {o, final_state, saved};
+  if (!call.keeps_activated()) activated = allocate_kept(none, device);
+  return {o, final_state, saved, activated};
 }
 
 /// The gradients that can be asked for, in the order of their bits in `needed` and of the result.
-enum Needed : std::int64_t { kQ = 1, kK = 2, kV = 4, kG = 8, kBeta = 16, kB = 32, kW = 64, kInitialState = 128 };
+enum Needed : std::int64_t {
+  kQ = 1,
+  kK = 2,
+  kV = 4,
+  kG = 8,
+  kBeta = 16,
+  kB = 32,
+  kW = 64,
+  kInitialState = 128,
+  kALog = 256,
+  kDtBias = 512
+};
 
 /// The output gradient as a kernel reads it. Autograd hands over what the caller's loss makes - sum() an expanded
 /// scalar - and no caller can change that: where the CUDA kernels could not read it in place, it is copied.
@@ -141,19 +264,32 @@ Tensor readable(const Tensor& d_o, Device device, const std::string& name) {
 
 std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTensor d_final_state, Tensor q, Tensor k,
                                 Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b, OptionalTensor w,
-                                OptionalTensor initial_state, OptionalTensor cu_seqlens, Tensor saved,
-                                std::optional<double> scale, bool state_v_first, std::string policy,
-                                std::int64_t needed, std::string backend) {
-  const Tensors tensors{q, k, v, g, beta, b, w, initial_state, cu_seqlens};
-  Call call(op, Direction::kBackward, tensors, {scale, state_v_first, policy, backend});
+                                OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
+                                OptionalTensor cu_seqlens, Tensor saved, Tensor activated, std::optional<double> scale,
+                                bool state_v_first, std::string policy, std::int64_t needed, std::string backend,
+                                bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
+                                std::optional<double> lower_bound) {
+  const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
+  Call call(
+      op, Direction::kBackward, tensors,
+      {scale, state_v_first, policy, backend, normalise, activate_gate, activate_beta, allow_neg_eigval, lower_bound});
   const Device device = call.execution.device;
   const Problem& p = call.problem;
+  const Activation& a = call.activation;
   const std::string& name = call.name;
-  BackwardArgs args{.in = call.inputs(tensors)};
   const DeviceScope scope(device);
   call.execution.stream = scope.stream();
   const Bytes bytes = workspace_bytes(p, Direction::kBackward, call.execution);
 
+  Activated made, d_made;  // d_made: the gradients of `made`
+  OptionalTensor d_activated;
+  if (call.activates()) {
+    if (!call.keeps_activated()) activated = allocate_kept(call.activated_shape(), device);
+    made = lay_out(a, activated, device);
+    d_activated = allocate_kept(call.activated_shape(), device);
+    d_made = lay_out(a, *d_activated, device);
+  }
+  BackwardArgs args{.in = call.inputs(tensors, made)};
   if (d_o) {
     d_o = readable(*d_o, device, name);
   } else {  // only the final state has a gradient
@@ -165,42 +301,72 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   args.d_final_state = view(d_final_state, name, "d_final_state");
   args.saved = bytes_of(saved);
 
+  ActivateBackwardArgs raw{.in = call.raw(tensors), .q_rstd = made.q_rstd, .k_rstd = made.k_rstd};
   std::vector<Tensor> gradients;
-  gradients.reserve(8);
+  gradients.reserve(10);
   const auto give = [&](Needed bit, TensorView& gradient, const TensorView& input) {
     if ((needed & bit) == 0) return;
     gradients.push_back(allocate(input.dims(), input.dtype, device));
     gradient = view(gradients.back(), name, "gradients");
   };
-  give(kQ, args.dq, args.in.q);
-  give(kK, args.dk, args.in.k);
+  // The operator's gradient is the result, or a step on the way to that of the raw tensor.
+  const auto give_through = [&](Needed bit, TensorView& gradient, const TensorView& input, const TensorView& step,
+                                TensorView& d_raw, const TensorView& raw_input, TensorView& of_step) {
+    if (!step.given()) return give(bit, gradient, input);
+    give(bit, d_raw, raw_input);
+    if (d_raw.given()) gradient = of_step = step;
+  };
+  give_through(kQ, args.dq, args.in.q, d_made.q, raw.d_raw_q, raw.in.raw_q, raw.dq);
+  give_through(kK, args.dk, args.in.k, d_made.k, raw.d_raw_k, raw.in.raw_k, raw.dk);
   give(kV, args.dv, args.in.v);
-  give(kG, args.dg, args.in.g);
-  give(kBeta, args.dbeta, args.in.beta);
+  give_through(kG, args.dg, args.in.g, d_made.g, raw.d_raw_g, raw.in.raw_g, raw.dg);
+  give_through(kBeta, args.dbeta, args.in.beta, d_made.beta, raw.d_raw_beta, raw.in.raw_beta, raw.dbeta);
   give(kB, args.db, args.in.b);
   give(kW, args.dw, args.in.w);
   give(kInitialState, args.d_initial_state, args.in.initial_state);
+  give(kALog, raw.d_A_log, raw.in.A_log);
+  give(kDtBias, raw.d_dt_bias, raw.in.dt_bias);
+  const bool sums = raw.d_A_log.given() || raw.d_dt_bias.given();
+  if (sums) args.dg = raw.dg = d_made.g;
 
-  const Tensor workspace = allocate_workspace(
-      bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0) + (args.dg.given() ? 0 : bytes.without_dg), device);
+  std::size_t workspace_size =
+      bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0) + (args.dg.given() ? 0 : bytes.without_dg);
+  if (sums) {
+    workspace_size = std::max(workspace_size, activation_workspace_bytes(a, Direction::kBackward, call.execution));
+  }
+  const Tensor workspace = allocate_workspace(workspace_size, device);
   call.execution.workspace = bytes_of(workspace);
+  if (call.activates() && !call.keeps_activated()) {
+    validate(p, args, call.execution, bytes);
+    call.activate(tensors, made);
+  }
   backward(p, args, call.execution);
+  if (call.activates()) activate_backward(a, raw, call.execution);
   return gradients;
 }
 
 std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
-                       OptionalTensor b, OptionalTensor w, OptionalTensor initial_state, OptionalTensor cu_seqlens,
-                       std::optional<double> scale, bool state_v_first, std::string policy, std::string backend) {
-  const Tensors tensors{q, k, v, g, beta, b, w, initial_state, cu_seqlens};
+                       OptionalTensor b, OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log,
+                       OptionalTensor dt_bias, OptionalTensor cu_seqlens, std::optional<double> scale,
+                       bool state_v_first, std::string policy, std::string backend, bool normalise, bool activate_gate,
+                       bool activate_beta, bool allow_neg_eigval, std::optional<double> lower_bound) {
+  const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
   std::string text;
-  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    const Call call(op, direction, tensors, {scale, state_v_first, policy, backend});
-    const DeviceScope scope(call.execution.device);
-    const Explanation explanation = explain(call.problem, direction, call.execution);
+  const auto add = [&](const std::string& name, const Explanation& explanation) {
     for (const Explanation::Row& row : explanation.rows) {
-      text += call.name + ": " + row.backend + " " + row.answer() + "\n";
+      text += name + ": " + row.backend + " " + row.answer() + "\n";
     }
-    if (explanation.backend.empty()) text += call.name + ": no backend serves it\n";
+    if (explanation.backend.empty()) text += name + ": no backend serves it\n";
+  };
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    const Call call(op, direction, tensors,
+                    {scale, state_v_first, policy, backend, normalise, activate_gate, activate_beta, allow_neg_eigval,
+                     lower_bound});
+    const DeviceScope scope(call.execution.device);
+    if (call.activates()) {
+      add(operation(call.activation, direction), explain(call.activation, direction, call.execution));
+    }
+    add(call.name, explain(call.problem, direction, call.execution));
   }
   return text;
 }
@@ -211,16 +377,22 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
 STABLE_TORCH_LIBRARY(rewy, m) {
   m.def(
       "forward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
-      "Tensor? initial_state, Tensor? cu_seqlens, float? scale=None, bool output_final_state=False, "
-      "bool state_v_first=False, str policy=\"recompute\", str backend=\"auto\") "
-      "-> (Tensor o, Tensor final_state, Tensor saved)");
+      "Tensor? initial_state=None, Tensor? A_log=None, Tensor? dt_bias=None, Tensor? cu_seqlens=None, "
+      "float? scale=None, bool output_final_state=False, bool state_v_first=False, str policy=\"recompute\", "
+      "str backend=\"auto\", bool normalise=False, bool activate_gate=False, bool activate_beta=False, "
+      "bool allow_neg_eigval=False, float? lower_bound=None) "
+      "-> (Tensor o, Tensor final_state, Tensor saved, Tensor activated)");
   m.def(
       "backward(str op, Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-      "Tensor? b, Tensor? w, Tensor? initial_state, Tensor? cu_seqlens, Tensor saved, float? scale, "
-      "bool state_v_first, str policy, int needed, str backend=\"auto\") -> Tensor[]");
+      "Tensor? b, Tensor? w, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, Tensor saved, "
+      "Tensor activated, float? scale, bool state_v_first, str policy, int needed, str backend=\"auto\", "
+      "bool normalise=False, bool activate_gate=False, bool activate_beta=False, bool allow_neg_eigval=False, "
+      "float? lower_bound=None) -> Tensor[]");
   m.def(
       "explain(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
-      "Tensor? initial_state, Tensor? cu_seqlens, float? scale, bool state_v_first, str policy, str backend) -> str");
+      "Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, float? scale, bool state_v_first, "
+      "str policy, str backend, bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval, "
+      "float? lower_bound) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rewy, CPU, m) {

@@ -3,3 +3,15 @@ version: str
 def saved_bytes_of_chunk(
     op: str, key_width: int, value_width: int, dtype: str, policy: str, cuda_device: int, backend: str
 ) -> int: ...
+def activated_bytes_of_token(
+    op: str,
+    heads: int,
+    value_heads: int,
+    key_width: int,
+    dtype: str,
+    gate_dtype: str,
+    strength_dtype: str,
+    normalise: bool,
+    activate_gate: bool,
+    activate_beta: bool,
+) -> int: ...

@@ -34,6 +34,26 @@ def _saved_shape(
     return (chunks, v.shape[2], of_chunk)
 
 
+def _activated_shape(
+    op: str,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    policy: str,
+    normalise: bool,
+    activate_gate: bool,
+    activate_beta: bool,
+) -> tuple[int | torch.SymInt, ...]:
+    """[B, T, bytes a token] of what activations made, where it is kept."""
+    if policy != "save" or not (normalise or activate_gate or activate_beta):
+        return (0,)
+    widths = int(q.shape[2]), int(v.shape[2]), int(q.shape[3])
+    types = (DTYPE_NAMES[q.dtype if t is None else t.dtype] for t in (q, g, beta))
+    of_token = _C.activated_bytes_of_token(op, *widths, *types, normalise, activate_gate, activate_beta)
+    return (q.shape[0], q.shape[1], of_token)
+
+
 @torch.library.register_fake("rewy::forward")
 def _(
     op: str,
@@ -44,14 +64,21 @@ def _(
     beta: Tensor | None,
     b: Tensor | None,
     w: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     output_final_state: bool = False,
     state_v_first: bool = False,
     policy: str = "recompute",
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+    normalise: bool = False,
+    activate_gate: bool = False,
+    activate_beta: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, width = v.shape[2], v.shape[3]
     o = q.new_empty((q.shape[0], q.shape[1], heads, width))
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -59,7 +86,8 @@ def _(
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     final_state = q.new_empty((sequences, heads, *state) if output_final_state else (0,), dtype=state_dtype)
     saved = q.new_empty(_saved_shape(op, q, v, cu_seqlens, policy, backend), dtype=torch.uint8)
-    return o, final_state, saved
+    kept = _activated_shape(op, q, v, g, beta, policy, normalise, activate_gate, activate_beta)
+    return o, final_state, saved, q.new_empty(kept, dtype=torch.uint8)
 
 
 @torch.library.register_fake("rewy::backward")
@@ -75,42 +103,50 @@ def _(
     b: Tensor | None,
     w: Tensor | None,
     initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: Tensor,
+    activated: Tensor,
     scale: float | None,
     state_v_first: bool,
     policy: str,
     needed: int,
     backend: str = "auto",
+    normalise: bool = False,
+    activate_gate: bool = False,
+    activate_beta: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
 ) -> list[Tensor]:
-    inputs = (q, k, v, g, beta, b, w, initial_state)
+    inputs = (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias)
     return [t.new_empty(t.shape) for bit, t in enumerate(inputs) if needed >> bit & 1 and t is not None]
 
 
 # Positions in the schema of forward.
-_Q, _CU_SEQLENS, _SCALE, _OUTPUT_FINAL_STATE, _STATE_V_FIRST, _POLICY, _BACKEND = 1, 9, 10, 11, 12, 13, 14
-_INPUTS = slice(_Q, _CU_SEQLENS)  # q, k, v, g, beta, b, w, initial_state: those that can have a gradient
+_Q, _CU_SEQLENS, _SCALE, OUTPUT_FINAL_STATE, _STATE_V_FIRST, POLICY, _BACKEND = 1, 11, 12, 13, 14, 15, 16
+_INPUTS = slice(_Q, _CU_SEQLENS)  # q to dt_bias: those that can have a gradient
+_ACTIVATION = slice(_BACKEND + 1, None)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[_Q : _CU_SEQLENS + 1], output[2])
-    ctx.has_final_state = inputs[_OUTPUT_FINAL_STATE]
-    ctx.options = (inputs[0], inputs[_SCALE], inputs[_STATE_V_FIRST], inputs[_POLICY], inputs[_BACKEND])
+    ctx.save_for_backward(*inputs[_Q : _CU_SEQLENS + 1], *output[2:])
+    ctx.has_final_state = inputs[OUTPUT_FINAL_STATE]
+    ctx.operator = inputs[0]
+    ctx.options = inputs[_SCALE], inputs[_STATE_V_FIRST], inputs[POLICY]
+    ctx.choice = inputs[_BACKEND], *inputs[_ACTIVATION]
 
 
-def _gradients(
-    ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, _d_saved: None = None
-) -> tuple[Tensor | None, ...]:
-    *inputs, saved = ctx.saved_tensors
-    op, scale, state_v_first, policy, backend = ctx.options
+def _gradients(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, *_d_kept: None) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[_INPUTS]
     gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if not ctx.has_final_state:
         d_final_state = None  # of the empty tensor in its place; tracing may invent one
     if d_o is not None or d_final_state is not None:
         needed = sum(1 << bit for bit, want in enumerate(wanted) if want)
-        given = iter(backward(op, d_o, d_final_state, *inputs, saved, scale, state_v_first, policy, needed, backend))
+        kept = ctx.saved_tensors
+        given = iter(backward(ctx.operator, d_o, d_final_state, *kept, *ctx.options, needed, *ctx.choice))
         gradients[_INPUTS] = [next(given) if want else None for want in wanted]
     return tuple(gradients)
 
@@ -119,16 +155,23 @@ class Differentiable(torch.autograd.Function):
     """(o, final_state) of the operator ``forward``, by its schema's arguments.
 
     What an eager call runs. The registration below says the same of the operator itself, for whoever traces a program
-    or calls it directly; it costs more host time (bench/host_time.py prints both).
+    or calls it directly; it costs more host time (bench/host_time.py prints both), and so would its part in the calls
+    here, where nothing is to be recorded.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = forward(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            output = forward(*inputs)
         _keep(ctx, inputs, output)
         return output[0], output[1]
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # gradients of gradients: recorded, to be refused where they are used
+            return _gradients(ctx, d_o, d_final_state)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _gradients(ctx, d_o, d_final_state)
 
 
 torch.library.register_autograd("rewy::forward", _gradients, setup_context=_keep)

@@ -12,16 +12,6 @@ from torch import Tensor
 
 from . import _ops
 
-_UNBUILT = (
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "A_log",
-    "dt_bias",
-    "lower_bound",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-)
-
 # Refusals of an element type, or of a tensor that is not there.
 _ABOUT_TYPES = re.compile(r"dtype': expected |: expected (a )?dtype |, got none$")
 
@@ -40,12 +30,19 @@ _OPTIONS = """
         cu_seqlens_cpu: accepted and not needed.
         disable_recompute: keep what the backward would compute again: faster, more memory. Same gradients, to the bit.
         safe_gate: accepted, and changes nothing: results are exact for gates of any size.
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval: not built yet; NotImplementedError where one is set. Apply them before the call.
 
-    Tensors may have any strides on a CPU; on a GPU the rows of q, k, v, g, b and w are contiguous and 16-byte aligned.
-    q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. Under autocast they, b and w are cast to its
-    type. g is converted to FP32 where it is not, and so is the state (FP64 with FP64 tensors).
+    What a layer projects may go in as it is; the activations run inside the call, in FP32, and gradients go through:
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum_k x_k^2 + 1e-6).
+        use_gate_in_kernel: g is raw, and with x = g + dt_bias the log decay is -exp(A_log) softplus(x), or
+            lower_bound sigmoid(exp(A_log) x) where a lower_bound is given.
+        A_log: HV numbers of any shape, only with a lower_bound optional. dt_bias: as many numbers as g has for a token,
+            of any shape; optional. lower_bound: below 0. The three are ignored without use_gate_in_kernel.
+        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that. Not for b and w.
+
+    Tensors may have any strides on a CPU; on a GPU the rows of v, b, w and of q, k and g that are not activated are
+    contiguous and 16-byte aligned. q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. Under autocast
+    they, b and w are cast to its type. States, A_log, dt_bias and a g that is not raw are converted to FP32 where they
+    are not (FP64 with FP64 tensors).
 
     Returns:
         (o, final_state): o is [B, T, HV, V] in the type of v; final_state is None unless asked for.
@@ -53,21 +50,12 @@ _OPTIONS = """
     Raises:
         ValueError: a shape, a device, a width or an offset is wrong. Nothing has been computed.
         TypeError: an argument is not a tensor, or its element type is wrong.
-        NotImplementedError: an option that is not built yet.
 """
 
 
 def _with_options(function: Function) -> Function:
     function.__doc__ = (function.__doc__ or "").rstrip() + "\n" + _OPTIONS
     return function
-
-
-def _refuse_unbuilt(function: str, **options: Any) -> None:
-    names = [name for name, value in options.items() if value is not None and value is not False]
-    if names:
-        raise NotImplementedError(
-            f"rewy.{function}: {', '.join(names)} inside the call is not built yet; apply it before the call"
-        )
 
 
 def _refusal(error: Exception) -> Exception | None:
@@ -82,59 +70,83 @@ def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t if t is None or t.dtype == dtype or not t.is_floating_point() else t.to(dtype)
 
 
-def _prepared(
+def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A layer's parameter, of whatever shape the layer gives it."""
+    return t if t is None else _converted(t if t.dim() == 1 else t.reshape(-1), dtype)
+
+
+def _arguments(
     op: str,
-    tensors: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    b: Tensor | None,
+    w: Tensor | None,
+    *,
+    scale: float | None,
     initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool,
     cu_seqlens: Tensor | None,
     disable_recompute: bool,
-) -> tuple[tuple[Tensor | None, ...], str]:
-    """The tensors as the operator takes them - q, k, v, g, beta, b, w, initial_state, cu_seqlens - and the policy."""
-    q, k, v, g, beta, b, w = tensors
+) -> tuple[Any, ...]:
+    """The arguments of the operator ``forward``, in the order of its schema."""
+    if not use_gate_in_kernel:
+        A_log = dt_bias = lower_bound = None
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
     for name, t in (("g", g), ("beta", beta), ("b", b), ("w", w), ("initial_state", initial_state),
-                    ("cu_seqlens", cu_seqlens)):  # fmt: skip
+                    ("A_log", A_log), ("dt_bias", dt_bias), ("cu_seqlens", cu_seqlens)):  # fmt: skip
         if t is not None and not isinstance(t, Tensor):
             raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            f"{op} forward: argument 'allow_neg_eigval': expected False without use_beta_sigmoid_in_kernel, got True"
+        )
     device = q.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v, b, w = (_converted(t, dtype) for t in (q, k, v, b, w))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    g, initial_state = _converted(g, wide), _converted(initial_state, wide)
+    initial_state, A_log, dt_bias = _converted(initial_state, wide), _vector(A_log, wide), _vector(dt_bias, wide)
+    if not use_gate_in_kernel or wide == torch.float64:
+        g = _converted(g, wide)
     policy = "none"
     if torch.is_grad_enabled():
-        for t in (q, k, v, g, beta, b, w, initial_state):
+        for t in (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias):
             if t is not None and t.requires_grad:
                 policy = "save" if disable_recompute else "recompute"
-    return (q, k, v, g, beta, b, w, initial_state, cu_seqlens), policy
+    return (
+        op, q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens,
+        scale, output_final_state, state_v_first, policy, "auto",
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
+    )  # fmt: skip
 
 
-def _run(
-    op: str,
-    *tensors: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    disable_recompute: bool,
-) -> tuple[Tensor, Tensor | None]:
-    inputs, policy = _prepared(op, tensors, initial_state, cu_seqlens, disable_recompute)
-    call = (op, *inputs, scale, output_final_state, state_v_first, policy, "auto")
+def _run(op: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    call = _arguments(op, *tensors, **options)
     if torch.compiler.is_compiling():
-        o, final_state, _ = _ops.forward(*call)
+        o, final_state = _ops.forward(*call)[:2]
     else:
         try:
-            o, final_state = _ops.forward(*call)[:2] if policy == "none" else _ops.Differentiable.apply(*call)
+            differentiated = call[_ops.POLICY] != "none"
+            o, final_state = _ops.Differentiable.apply(*call) if differentiated else _ops.forward(*call)[:2]
         except (RuntimeError, ValueError) as error:
             refusal = _refusal(error)
             if refusal is None:
                 raise
             raise refusal from None
-    return o, final_state if output_final_state else None
+    return o, final_state if options["output_final_state"] else None
 
 
 @_with_options
@@ -167,12 +179,6 @@ def chunk_delta_rule(
         v: [B, T, HV, V] values. HV is a multiple of H, value head h reads query and key head h // (HV / H).
         beta: [B, T, HV] strength in [0, 2]; FP32, BF16 or FP16.
     """
-    _refuse_unbuilt(
-        "chunk_delta_rule",
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
     return _run(
         "deltanet",
         q,
@@ -185,6 +191,9 @@ def chunk_delta_rule(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
@@ -229,16 +238,6 @@ def chunk_gated_delta_rule(
         g: [B, T, HV] natural log of the decay, g <= 0; -inf forgets the state.
         beta: [B, T, HV] strength in [0, 2]; FP32, BF16 or FP16.
     """
-    _refuse_unbuilt(
-        "chunk_gated_delta_rule",
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
     return _run(
         "gdn",
         q,
@@ -251,6 +250,13 @@ def chunk_gated_delta_rule(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
@@ -295,16 +301,6 @@ def chunk_kda(
         g: [B, T, HV, K] natural log of the decay, g <= 0; -inf forgets the state.
         beta: [B, T, HV] strength in [0, 2]; FP32, BF16 or FP16.
     """
-    _refuse_unbuilt(
-        "chunk_kda",
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
     return _run(
         "kda",
         q,
@@ -317,6 +313,13 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
@@ -341,8 +344,6 @@ def chunk_gdn2(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     safe_gate: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
@@ -363,16 +364,6 @@ def chunk_gdn2(
         b: [B, T, HV, K] erase strength, in the type of w; on a GPU the type of q.
         w: [B, T, HV, V] write strength, in the type of b.
     """
-    _refuse_unbuilt(
-        "chunk_gdn2",
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
     return _run(
         "gdn2",
         q,
@@ -385,6 +376,11 @@ def chunk_gdn2(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
@@ -414,25 +410,19 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
         One line a backend that was asked: "kda forward: cpu serves it".
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as the call would, where its arguments do not make a problem.
+        ValueError, TypeError: as the call would, where its arguments do not make a problem.
     """
     if function not in _OPERATORS:
         raise ValueError(f"rewy.explain: expected one of {', '.join(f.__name__ for f in _OPERATORS)}, got {function!r}")
-    op = _OPERATORS[function]
     call = inspect.signature(function).bind(*tensors, **options)
     call.apply_defaults()
-    given = call.arguments
-    _refuse_unbuilt(function.__name__, **{name: given[name] for name in _UNBUILT if name in given})
-    inputs, _ = _prepared(
-        op,
-        tuple(given.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")),
-        given["initial_state"],
-        given["cu_seqlens"],
-        given["disable_recompute"],
-    )
-    policy = "save" if given["disable_recompute"] else "recompute"
+    given = {name: value for name, value in call.arguments.items() if name not in ("safe_gate", "cu_seqlens_cpu")}
+    named = [given.pop(name, None) for name in ("q", "k", "v", "g", "beta", "b", "w")]
+    arguments = list(_arguments(_OPERATORS[function], *named, **given))
+    arguments[_ops.POLICY] = "save" if given["disable_recompute"] else "recompute"
+    del arguments[_ops.OUTPUT_FINAL_STATE]
     try:
-        return torch.ops.rewy.explain(op, *inputs, given["scale"], given["state_v_first"], policy, "auto")
+        return torch.ops.rewy.explain(*arguments)
     except (RuntimeError, ValueError) as error:
         refusal = _refusal(error)
         if refusal is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -41,6 +43,13 @@ def cuda() -> str:
 def dtype(device: str) -> torch.dtype:
     """The widest type of q, k and v on that device."""
     return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

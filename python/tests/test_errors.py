@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
@@ -137,34 +135,6 @@ def test_unknown_and_positional_options():
         rewy.chunk_kda(*inputs, 0.5)
     with pytest.raises(TypeError, match="unexpected keyword argument 'safe_gate'"):
         rewy.chunk_delta_rule(*tensors("deltanet", Case()), safe_gate=True)
-
-
-UNBUILT = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "A_log": torch.zeros(2),
-    "dt_bias": torch.zeros(2),
-    "lower_bound": -5.0,
-    "use_beta_sigmoid_in_kernel": True,
-    "allow_neg_eigval": True,
-}
-
-
-REFUSALS = [
-    (op, function, option)
-    for op, function in FUNCTIONS.items()
-    for option in UNBUILT
-    if option in inspect.signature(function).parameters
-]
-
-
-@pytest.mark.parametrize("op, function, option", REFUSALS, ids=lambda x: getattr(x, "__name__", x))
-def test_options_not_built_yet(op, function, option):
-    text = f"^rewy.{function.__name__}: {option} inside the call is not built yet"
-    with pytest.raises(NotImplementedError, match=text):
-        function(*tensors(op, Case()), **{option: UNBUILT[option]})
-    with pytest.raises(NotImplementedError, match=text):
-        rewy.explain(function, *tensors(op, Case()), **{option: UNBUILT[option]})
 
 
 def test_explain(device, dtype):

@@ -18,7 +18,8 @@ def operator_arguments(op: str, case: Case, **made) -> tuple:
     """Arguments of torch.ops.rewy.forward up to cu_seqlens."""
     named = dict(zip(NAMES[op], tensors(op, case, **made), strict=True))
     device = made.get("device", "cpu")
-    return (op, *(named.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")), None, offsets(case, device))
+    operands = (named.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w"))
+    return (op, *operands, None, None, None, offsets(case, device))
 
 
 def step(function, inputs, **options):
@@ -89,7 +90,7 @@ def test_gradcheck(op):
 def test_double_backward_is_refused(device, dtype):
     inputs = leaves(tensors("kda", Case(), device, dtype))
     for call in (rewy.chunk_kda, lambda q, k, v, g, beta: torch.ops.rewy.forward(
-        "kda", q, k, v, g, beta, None, None, None, None
+        "kda", q, k, v, g, beta, None, None
     )[:2]):  # fmt: skip
         o, _ = call(*inputs)
         (d_q,) = torch.autograd.grad(o.square().sum(), inputs[0], create_graph=True)
@@ -217,16 +218,9 @@ def test_saved_tensor_hooks(device, dtype):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
         assert_same_bits(step(rewy.chunk_kda, inputs), expected)
-    assert len(packed) == len(inputs) + 1  # and what the forward keeps
+    assert len(packed) == len(inputs) + 2  # and what the forward keeps
     with torch.autograd.graph.save_on_cpu():
         assert_same_bits(step(rewy.chunk_kda, inputs), expected)
-
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -332,11 +326,11 @@ def test_opcheck_forward(op, case, policy, device, dtype, deterministic):
 @pytest.mark.parametrize("case", TRACED, ids=str)
 def test_opcheck_backward(op, case, device, dtype):
     arguments = operator_arguments(op, case, device=device, dtype=dtype)
-    o, final, saved = torch.ops.rewy.forward(*arguments, output_final_state=True)
+    o, final, *kept = torch.ops.rewy.forward(*arguments, output_final_state=True)
     for needed in (sum(1 << i for i in range(7) if arguments[1 + i] is not None), 1 << 1):
         torch.library.opcheck(
             torch.ops.rewy.backward.default,
-            (op, o, final, *arguments[1:], saved, None, False, "recompute", needed),
+            (op, o, final, *arguments[1:], *kept, None, False, "recompute", needed),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
         )
 
