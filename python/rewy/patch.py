@@ -234,11 +234,10 @@ class _Translation:
         return self.function, differentiated, q.device, sizes, tuple(dtypes), tuple(settings)
 
     def run(self, given: dict[str, Any]) -> Any:
-        for name in ("A_log", "dt_bias"):  # FLA reads the numbers, whatever the shape and type
-            if name in given:
-                given[name] = given[name].reshape(-1).float()
+        raw = ("q", "k") if "use_qk_l2norm_in_kernel" in given else ()  # what is activated has any strides
+        raw = (*raw, "g") if "use_gate_in_kernel" in given else raw
         for name in _ROWS:
-            if isinstance(given.get(name), Tensor):
+            if name not in raw and isinstance(given.get(name), Tensor):
                 given[name] = _with_rows(given[name])
         tensors = [given.pop(name) for name in self.tensors]
         kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"

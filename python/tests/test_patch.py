@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import rewy
 import rewy.patch
 from recurrence import FUNCTIONS, Case, assert_same_bits, leaves, tensors
 
+DOCUMENTATION = Path(__file__).parents[2] / "docs/pytorch.md"
 # Each function as FLA 0.6 defines it: arguments in their order, a result that says who gave it and what came.
 DEFINITION = """
 def {name}({tensors}, {options}, **kwargs):
@@ -243,6 +246,25 @@ def test_options(options, fla, no_fallback):
     assert_same_bits(list(actual), list(rewy.chunk_kda(*inputs, **expected)))
 
 
+ACTIVATIONS = {
+    "gate": {"A_log": torch.rand(1, 1, 2, 1).bfloat16(), "dt_bias": torch.rand(2, 32)},
+    "strength": {"A_log": torch.rand(2), "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+    "bounded": {"A_log": torch.rand(2), "dt_bias": torch.rand(64), "lower_bound": -3.0},
+    "bounded without A_log": {"lower_bound": -5.0, "safe_gate": True, "use_qk_l2norm_in_kernel": True},
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation, fla, device, dtype, no_fallback):
+    options = {k: t.to(device) if torch.is_tensor(t) else t for k, t in ACTIVATIONS[activation].items()}
+    inputs = tensors("kda", Case(), device, dtype)
+    expected = rewy.chunk_kda(*inputs, use_gate_in_kernel=True, **options)
+    with rewy.patch_fla():
+        actual = fla.chunk_kda(*inputs, use_gate_in_kernel=True, **options)
+    assert_same_bits(list(actual), list(expected))
+    assert not torch.equal(actual[0], rewy.chunk_kda(*inputs)[0])
+
+
 def test_positional_options(fla, no_fallback):
     q, k, v, g, beta = tensors("kda", Case())
     state = torch.ones(1, 2, 32, 24)
@@ -370,6 +392,17 @@ def test_what_a_gpu_does_not_take(fla, cuda):
             assert fla.chunk_kda(*tensors("kda", Case(), cuda, torch.float32))[0] == "theirs"
         with pytest.warns(UserWarning, match="cuda declines: K = 12 is not a multiple of 8"):
             assert fla.chunk_kda(*tensors("kda", Case(K=12), cuda, torch.bfloat16))[0] == "theirs"
+
+
+def test_the_documented_table_has_every_argument(fla):
+    table = DOCUMENTATION.read_text().split("| argument | served |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.*`.*`.*) \| (.*) \|$", table, re.M)
+    served = {name: answer for names, answer in rows for name in re.findall(r"\w+", names)}
+    for package, (name, *_) in SIGNATURES.items():
+        named = set(inspect.signature(theirs(package)).parameters) - {"kwargs"}
+        assert named.union(rewy.patch._FLA_FUNCTIONS[name][1]) <= served.keys()
+    for name in ("cp_context", "return_intermediate_states", "use_graph", "max_num_seqs", "head_first", "gk"):
+        assert served[name].startswith("falls back")
 
 
 # ---- tracing -------------------------------------------------------------------------------------------------------
