@@ -180,7 +180,7 @@ class _Translation:
                 return "transpose_state_layout and state_v_first are both given"
             if not torch.compiler.is_compiling():
                 text = "`transpose_state_layout` is now `state_v_first`"
-                warnings.warn(text, DeprecationWarning, stacklevel=4)
+                warnings.warn(text, DeprecationWarning, stacklevel=3)
             given["state_v_first"] = given.pop("transpose_state_layout")
         if given.get("chunk_size") == _CHUNK_SIZE:
             del given["chunk_size"]
@@ -206,7 +206,8 @@ class _Translation:
         for name in self.tensors:
             if name not in given:
                 return f"no {name} is given"
-        if self.function.startswith("fused_recurrent") and "beta" in given and given["beta"].dim() == 4:
+        beta = given.get("beta")
+        if self.function.startswith("fused_recurrent") and isinstance(beta, Tensor) and beta.dim() == 4:
             return "beta has a strength for each value feature"
         return None
 
@@ -220,12 +221,11 @@ class _Translation:
             return None
         dtypes, settings, differentiated = [], [], False
         for name, value in given.items():
-            if not isinstance(value, Tensor):
-                if name == "lower_bound":
-                    settings.append((name, -1.0))  # any number below 0 is served alike
-                elif name not in ("scale", "output_final_state"):
-                    settings.append((name, value))
-            elif name != "cu_seqlens":
+            if name in self.switches:
+                settings.append((name, value))
+            elif name == "lower_bound":
+                settings.append((name, -1.0))  # any number below 0 is served alike
+            elif isinstance(value, Tensor) and name not in ("scale", "cu_seqlens"):
                 dtypes.append((name, value.dtype))
                 differentiated = differentiated or value.requires_grad
         differentiated = differentiated and torch.is_grad_enabled()
@@ -280,9 +280,8 @@ class _Patch:
         self.active = False
         self.packages = packages
         self.lock = threading.RLock()
-        self.replacements: dict[
-            int, tuple[Function, Function]
-        ] = {}  # by the id of the original: it and what replaces it
+        # By the id of an original: it, and what replaces it.
+        self.replacements: dict[int, tuple[Function, Function]] = {}
         self.layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def modules(self) -> Iterator[ModuleType]:
@@ -459,7 +458,8 @@ def patch_transformers(*models: torch.nn.Module) -> Patched:
         for model in _TRANSFORMERS_MODELS:
             where = f"transformers.models.{model}"
             if importlib.util.find_spec(where) is not None:
-                importlib.import_module(f"{where}.modeling_{model}")
+                with contextlib.suppress(ImportError):  # of what only that model needs: it cannot be made either
+                    importlib.import_module(f"{where}.modeling_{model}")
         for module in _transformers.modules():
             for name, function in _TRANSFORMERS_FUNCTIONS.items():
                 original = vars(module).get(name)

@@ -196,11 +196,43 @@ LAYERS = {
 }
 
 
-def layer_of(kind):
+def layer_of(kind, **others):
     name, options = LAYERS[kind]
     torch.manual_seed(0)
     made = getattr(layers, name, None) or getattr(importlib.import_module("fla.layers.gdn2"), name)
-    return made(**SHAPE, **options).cuda()
+    return made(**SHAPE, **options, **others)
+
+
+class Gate(torch.nn.Module):
+    """In place of a norm that FLA has for GPUs only."""
+
+    def forward(self, o, g=None):
+        return o if g is None else o * torch.sigmoid(g)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_on_cpu_tensors(kind):
+    """A layer without the parts that need a GPU: gradients everywhere, and token by token what one pass gives."""
+    if not hasattr(rewy, "fused_recurrent_kda"):
+        pytest.skip("decoding is not built yet")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ShortConvolution")
+        layer = layer_of(kind, use_short_conv=False)
+    layer.o_norm = Gate()
+    x = torch.randn(2, 80, 256)
+    with served():
+        layer(x)[0].square().mean().backward()
+        assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
+        with torch.no_grad():
+            layer.eval()
+            cache, outputs = cache_of_layers(), []
+            for part in x.split([70, *[1] * 10], 1):
+                outputs.append(layer(part, past_key_values=cache, use_cache=True)[0])
+            assert_close(torch.cat(outputs, 1), layer(x)[0].double(), 1e-5, "token by token")
+
+
+def cache_of_layers():
+    return importlib.import_module("fla.models.utils").Cache()
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -208,7 +240,7 @@ def test_layers(kind, cuda):
     """A training step under autocast: output, and the gradients of the input and of all parameters."""
 
     def step():
-        layer = layer_of(kind)
+        layer = layer_of(kind).to(cuda)
         x = torch.randn(2, 200, 256, device=cuda, requires_grad=True)
         with torch.autocast(cuda, torch.bfloat16):
             y = layer(x)[0]
@@ -227,12 +259,11 @@ def test_layers(kind, cuda):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_decoding(kind, cuda):
     """A prompt and ten tokens one by one, by way of FLA's cache; the tokens equal one pass over everything."""
-    cache_of = importlib.import_module("fla.models.utils").Cache
     x = torch.randn(2, 110, 256, generator=torch.Generator().manual_seed(3)).to(cuda, torch.bfloat16)
 
     @torch.no_grad()
     def decode():
-        layer, cache = layer_of(kind).bfloat16().eval(), cache_of()
+        layer, cache = layer_of(kind).to(cuda, torch.bfloat16).eval(), cache_of_layers()
         outputs = [layer(x[:, :100], past_key_values=cache, use_cache=True)[0]]
         for i in range(100, 110):
             outputs.append(layer(x[:, i : i + 1], past_key_values=cache, use_cache=True)[0])

@@ -318,6 +318,8 @@ def test_wrong_arguments_are_refused(fla):
             fla.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=torch.tensor([0, 64]))
         with pytest.raises(ValueError, match="argument 'q': expected 4 axes, got 3"):
             fla.chunk_gated_delta_rule(q[0], k, v, g, beta)
+        with pytest.raises(TypeError, match="argument 'beta': expected a tensor, got list"):
+            fla.chunk_gated_delta_rule(q, k, v, g, [1.0])
         for wrong in ({"q": q}, {"scale": 1, "initial_state": None}):  # twice; FLA's own
             with pytest.raises(TypeError, match="multiple values for argument"):
                 fla.chunk_gated_delta_rule(q, k, v, g, beta, 1.0, **wrong)
