@@ -116,7 +116,7 @@ def bindings():
 @pytest.fixture
 def no_fallback():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="rewy does not serve")
         yield
 
 
