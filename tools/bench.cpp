@@ -42,6 +42,7 @@ Timing time_problem(const std::string& text, const Options& o, const std::string
   const Data data = make_data(c);
   const Call call = data.call();
   RunOptions options = o.device.how();
+  options.schedule = c.schedule;
   options.backward = direction != "fwd";
   const bool count_forward = direction != "bwd";
   Timing t;
@@ -159,8 +160,11 @@ void bench(const Options& o, const std::string& command) {
   o.device.require();
   if (o.device.on_gpu()) return bench_gpu(o, command);
   const std::vector<std::string> lines = problem_lines(o);
-  const std::vector<std::string> directions =
-      o.direction == "all" ? std::vector<std::string>{"fwd", "bwd", "both"} : std::vector<std::string>{o.direction};
+  const auto directions_of = [&](const std::string& line) -> std::vector<std::string> {
+    if (parse_case(line).schedule == Schedule::kTokens) return {"fwd"};  // there is no other
+    if (o.direction == "all") return {"fwd", "bwd", "both"};
+    return {o.direction};
+  };
 
   const int threads = o.device.threads == 0 ? default_threads() : o.device.threads;
   std::printf("%s, %s, %d threads, %d observations\n", cpu_model().c_str(), cpu::instruction_set(), threads,
@@ -169,10 +173,12 @@ void bench(const Options& o, const std::string& command) {
               "workspace", "problem");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const std::size_t runs = static_cast<std::size_t>(o.observations()) + 1;
-  Progress progress(lines.size() * directions.size() * runs);
+  std::size_t rows_to_come = 0;
+  for (const std::string& line : lines) rows_to_come += directions_of(line).size();
+  Progress progress(rows_to_come * runs);
   std::size_t done = 0;
   for (const std::string& line : lines) {
-    for (const std::string& direction : directions) {
+    for (const std::string& direction : directions_of(line)) {
       const Timing t = time_problem(line, o, direction, [&] { progress.at(done++, line); });
       progress.clear();
       std::printf("%-5s %-10s %11.3f %9.3f %9.3f %9.1f %11s  %s\n", direction.c_str(), t.backend.c_str(),

@@ -16,13 +16,15 @@ std::size_t bytes_of(const Run& run, bool backward) {
 
 std::vector<DeviceTiming> time_on_device(const Case& c, const RunOptions& how, const std::string& direction,
                                          const TimingOptions& options) {
+  const bool tokens = c.schedule == Schedule::kTokens;
   const Data data = make_data(c);
   std::vector<DeviceTiming> all;
   const auto time = [&](PlacedCall& placed, bool backward, bool saved) {
     DeviceTiming t;
     t.direction = backward ? "bwd" : "fwd";
     t.saved = saved;
-    t.floor = call_floor(c.problem, backward ? Direction::kBackward : Direction::kForward, saved);
+    t.floor = tokens ? token_floor(c.problem, c.initial_state, c.final_state)
+                     : call_floor(c.problem, backward ? Direction::kBackward : Direction::kForward, saved);
     t.seconds = time_replays(
         how.device, *placed.stream(), [&] { backward ? placed.backward() : placed.forward(); }, options);
     const Run& run = placed.described();
@@ -33,12 +35,14 @@ std::vector<DeviceTiming> time_on_device(const Case& c, const RunOptions& how, c
     t.outputs = bytes_of(run, backward);
     all.push_back(std::move(t));
   };
-  if (direction != "bwd") {
+  if (direction != "bwd" || tokens) {
     RunOptions alone = how;
+    alone.schedule = c.schedule;
     alone.backward = false;
     PlacedCall plain(data.call(), alone);
     time(plain, false, false);
   }
+  if (tokens) return all;
   PlacedCall training(data.call(), how);
   if (direction != "bwd") time(training, false, true);
   if (direction != "fwd") {

@@ -24,8 +24,8 @@ struct DeviceTiming {
   std::size_t peak() const { return workspace + outputs; }
 };
 
-/// The forward without and with saved bytes, and the backward after one forward that is not timed. `direction` is fwd,
-/// bwd or all; of the options device, backend and architecture count.
+/// The forward without and with saved bytes, and the backward after one forward that is not timed; token by token the
+/// first alone. `direction` is fwd, bwd or all; of the options device, backend and architecture count.
 std::vector<DeviceTiming> time_on_device(const Case&, const RunOptions&, const std::string& direction,
                                          const TimingOptions&);
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 namespace rewy::tool {
@@ -217,6 +218,8 @@ const std::vector<Key>& keys() {
       {"scale",
        [](Case& c, const std::string& text) { c.problem.scale = parse_number<double>("scale", text, "a number"); },
        [](const Case& c) { return c.problem.scale ? number_text(*c.problem.scale) : ""; }},
+      word_key<Schedule>(
+          "schedule", [](Case& c) -> Schedule& { return c.schedule; }, parse_schedule),
       word_key<Policy>(
           "policy", [](Case& c) -> Policy& { return c.problem.policy; }, parse_policy),
       word_key<Graph>(
@@ -444,6 +447,14 @@ std::string format_case(const Case& c) {
   return out;
 }
 
+Case token_case(Case c) {
+  c.schedule = Schedule::kTokens;
+  c.d_final_state = false;
+  c.problem.policy = Policy::kRecompute;
+  c.problem.variant = {};
+  return c;
+}
+
 std::vector<std::string> case_lines(std::string_view list) {
   std::vector<std::string> lines;
   std::string line;
@@ -456,6 +467,16 @@ std::vector<std::string> case_lines(std::string_view list) {
     lines.push_back(line.substr(line.find_first_not_of(" \t")));
   }
   return lines;
+}
+
+std::vector<std::string> token_lines(const std::vector<std::string>& lines) {
+  std::vector<std::string> all;
+  std::set<std::string> seen;
+  for (const std::string& line : lines) {
+    const std::string text = format_case(token_case(parse_case(line)));
+    if (seen.insert(text).second) all.push_back(text);
+  }
+  return all;
 }
 
 Tensor make_offsets(const std::vector<std::int64_t>& lengths, DType dtype) {

@@ -46,6 +46,7 @@ struct Case {
   GateKind gate = GateKind::kMild;
   double gate_constant = 0;
   Placement strides = Placement::kDense;
+  Schedule schedule = Schedule::kChunks;
   std::uint64_t seed = 1;
 
   bool operator==(const Case&) const = default;
@@ -56,8 +57,14 @@ Case parse_case(std::string_view text);
 /// The shortest text that parse_case() turns into the same case.
 std::string format_case(const Case&);
 
+/// The same numbers token by token: the forward alone, without what only a backward or the chunks have.
+Case token_case(Case);
+
 /// The lines of a case list: comments and empty lines dropped.
 std::vector<std::string> case_lines(std::string_view list);
+
+/// token_case() of every line, each case once.
+std::vector<std::string> token_lines(const std::vector<std::string>&);
 
 /// One call's tensors, by view: what forward() and backward() are given apart from the outputs.
 struct Call {

@@ -52,9 +52,16 @@ std::string repeat_command(const CheckResult& r, const Options& o) {
   return command + o.device.text();
 }
 
+/// The built-in cases, in chunks as they are written and once more token by token.
+std::vector<std::string> default_lines() {
+  std::vector<std::string> lines = case_lines(kDefaultCases);
+  for (std::string& line : token_lines(lines)) lines.push_back(std::move(line));
+  return lines;
+}
+
 std::vector<std::string> chosen_lines(const Options& o) {
   if (!o.text.empty()) return {joined(o.text)};
-  std::vector<std::string> lines = case_lines(o.cases.empty() ? std::string(kDefaultCases) : read_text(o.cases));
+  std::vector<std::string> lines = o.cases.empty() ? default_lines() : case_lines(read_text(o.cases));
   // Properties belong to the built-in list; a file of one's own is checked alone.
   if (o.cases.empty() && !o.no_properties) {
     for (std::string& line : property_lines(o.device.target())) lines.push_back(std::move(line));

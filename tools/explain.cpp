@@ -21,6 +21,7 @@ void add_explain(CLI::App& app, int&) {
     const Execution execution{.device = options->device.target(),
                               .threads = options->device.threads,
                               .backend = options->device.backend(),
+                              .schedule = c.schedule,
                               .architecture = options->device.architecture};
     std::printf("%s\n", format_case(c).c_str());
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {

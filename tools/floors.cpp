@@ -58,6 +58,19 @@ Floor chunk_floor(const Problem& p, Direction direction, bool saved) {
   return f;
 }
 
+Floor token_floor(const Problem& p, bool initial_state, bool final_state) {
+  const auto K = static_cast<double>(p.K), V = static_cast<double>(p.V);
+  const auto tokens = static_cast<double>(p.B * p.T), heads = static_cast<double>(p.HV);
+  const auto element = static_cast<double>(size_of(p.dtype)), strength = static_cast<double>(size_of(p.strength_dtype));
+  const double gate = gate_of(p.op) == Gate::kVector ? K : gate_of(p.op) == Gate::kScalar ? 1 : 0;
+  const double strengths = strength_of(p.op) == Strength::kIndependent ? K + V : 1;
+  const double states = static_cast<double>(p.sequences()) * heads * K * V * sizeof(float);
+  const double row = 2 * V * element + gate * sizeof(float) + strengths * strength;  // of a value head
+  return {.bytes = tokens * (2 * K * element * static_cast<double>(p.H) + heads * row) +
+                   states * ((initial_state ? 1 : 0) + (final_state ? 1 : 0)),
+          .operations = 3 * 2 * K * V * tokens * heads};
+}
+
 Floor call_floor(const Problem& p, Direction direction, bool saved) {
   const double chunks = static_cast<double>(p.B * p.T * p.HV) / static_cast<double>(kChunk);
   const Floor one = chunk_floor(p, direction, saved);

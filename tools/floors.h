@@ -21,6 +21,9 @@ struct Floor {
 /// Of one chunk of 64 tokens and one value head. `saved`: the forward hands over what its policy keeps, the backward
 /// uses it.
 Floor chunk_floor(const Problem&, Direction, bool saved);
+/// Of a forward token by token: inputs, outputs and states once, and three products of a row with a state a token.
+/// These are no work for the tensor cores, so that with many tokens a state the time cannot come near.
+Floor token_floor(const Problem&, bool initial_state, bool final_state);
 /// Of the call; a sequence's last, shorter chunk counts by its tokens.
 Floor call_floor(const Problem&, Direction, bool saved);
 

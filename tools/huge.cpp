@@ -86,12 +86,14 @@ void require_rows(const NamedViews& outputs, std::int64_t rows, std::int64_t ele
 
 }  // namespace
 
-void check_huge(Operator op, const Device& device, int architecture) {
-  const Case c = for_device(
-      parse_case("op=" + std::string(name(op)) + " T=1000 H=16 K=128 h0=1 dht=1 dtype=bf16 gate=mild"), device);
+void check_huge(Operator op, const RunOptions& options) {
+  const Device device = options.device;
+  Case c = parse_case("op=" + std::string(name(op)) + " T=1000 H=16 K=128 h0=1 dht=1 dtype=bf16 gate=mild");
+  c.schedule = options.schedule;
+  c = for_device(c, device);
   const Data data = make_data(c);
   const Call row = data.call();
-  const Run alone = run(row, {.device = device, .architecture = architecture});
+  const Run alone = run(row, options);
 
   const std::int64_t elements = row.in.q.elements();
   Problem p = c.problem;
@@ -112,7 +114,8 @@ void check_huge(Operator op, const Device& device, int architecture) {
     if (view.given()) outputs.emplace_back(name, view);
     return view;
   };
-  Execution execution{.device = device, .stream = stream.get(), .architecture = architecture};
+  Execution execution{
+      .device = device, .stream = stream.get(), .schedule = options.schedule, .architecture = options.architecture};
   {
     const Bytes bytes = workspace_bytes(p, Direction::kForward, execution);
     HugeTensors passing(device, p.B);
@@ -124,23 +127,25 @@ void check_huge(Operator op, const Device& device, int architecture) {
     stream.synchronize();
     if (!passing.guards_intact()) throw std::runtime_error("wrote past the end of the forward workspace");
   }
-  const Bytes bytes = workspace_bytes(p, Direction::kBackward, execution);
-  execution.workspace = huge.memory(workspace_needed(bytes, false));
-  backward(p,
-           {.in = in,
-            .d_o = huge.repeated(row.d_o),
-            .d_final_state = huge.repeated(row.d_final_state),
-            .dq = output("dq", row.in.q),
-            .dk = output("dk", row.in.k),
-            .dv = output("dv", row.in.v),
-            .dg = output("dg", row.in.g),
-            .dbeta = output("dbeta", row.in.beta),
-            .db = output("db", row.in.b),
-            .dw = output("dw", row.in.w),
-            .d_initial_state = output("dinitial_state", row.in.initial_state),
-            .saved = {}},
-           execution);
-  stream.synchronize();
+  if (options.runs_backward()) {
+    const Bytes bytes = workspace_bytes(p, Direction::kBackward, execution);
+    execution.workspace = huge.memory(workspace_needed(bytes, false));
+    backward(p,
+             {.in = in,
+              .d_o = huge.repeated(row.d_o),
+              .d_final_state = huge.repeated(row.d_final_state),
+              .dq = output("dq", row.in.q),
+              .dk = output("dk", row.in.k),
+              .dv = output("dv", row.in.v),
+              .dg = output("dg", row.in.g),
+              .dbeta = output("dbeta", row.in.beta),
+              .db = output("db", row.in.b),
+              .dw = output("dw", row.in.w),
+              .d_initial_state = output("dinitial_state", row.in.initial_state),
+              .saved = {}},
+             execution);
+    stream.synchronize();
+  }
   if (!huge.guards_intact()) throw std::runtime_error("wrote past the end of a tensor");
 
   require_rows(outputs, p.B, elements, [&](const std::string& name) { return alone[name]; });

@@ -30,7 +30,7 @@ void require_equal(const std::string& what, const Run& a, const Run& b) {
 /// Both are rounded results of the same sums, so the difference of two may be twice what each may be off.
 void require_close(const PropertySetting& s, const std::string& what, const std::string& output, const TensorView& a,
                    const TensorView& b) {
-  const Comparison c = compare(output, a, b, Keys::kNormal, products_of(s.device));
+  const Comparison c = compare(output, a, b, Keys::kNormal, products_of(s.device, s.schedule));
   if (c.relative > 2 * c.allowed.relative && c.largest > 2 * c.allowed.absolute) {
     fail(what + ": " + output + ": " + c.worst);
   }
@@ -51,16 +51,23 @@ bool is_finite(double x) {
 }
 
 Case parse(const PropertySetting& s, const std::string& rest) {
-  return for_device(parse_case("op=" + std::string(name(s.op)) + " " + rest), s.device);
+  Case c = parse_case("op=" + std::string(name(s.op)) + " " + rest);
+  c.schedule = s.schedule;
+  return for_device(c, s.device);
 }
 
 Run run_on(const PropertySetting& s, const Call& call, RunOptions options = {}) {
   options.device = s.device;
   options.architecture = s.architecture;
   options.backend = s.backend;
+  options.schedule = s.schedule;
   // Small calls: starting a team costs more than they do, and `determinism` compares the numbers of threads.
   if (options.threads == 0) options.threads = 1;
   return run(call, options);
+}
+
+bool forward_alone(const PropertySetting& s) {
+  return s.schedule == Schedule::kTokens;
 }
 
 bool on_gpu(const PropertySetting& s) {
@@ -285,7 +292,7 @@ void nan_stays(const PropertySetting& s) {
   const Case c = parse(s, "B=2 T=150 H=2 K=24 V=40 h0=1 dht=1 gate=mild");
   constexpr std::int64_t kToken = 77;
   // A GPU's products take whole chunks: there a NaN may reach back to the start of its chunk (docs/numerics.md).
-  const std::int64_t before = on_gpu(s) ? kToken / kChunk * kChunk : kToken;
+  const std::int64_t before = on_gpu(s) && !forward_alone(s) ? kToken / kChunk * kChunk : kToken;
   const Data clean = make_data(c);
   const Run expected = run_on(s, clean.call());
   Call names = clean.call();
@@ -307,8 +314,9 @@ void nan_stays(const PropertySetting& s) {
       require_equal(what + " of the other head", slice(a, heads, 0, 1), slice(b, heads, 0, 1));
       if (output.name == "o") require_equal(what + " before it", slice(a, 1, 0, before), slice(b, 1, 0, before));
     }
-    if (on_gpu(s)) continue;
-    const Comparison o = compare("o", actual["o"], run_reference(call, 1)["o"], Keys::kNormal, products_of(s.device));
+    if (on_gpu(s) && !forward_alone(s)) continue;
+    const Comparison o =
+        compare("o", actual["o"], run_reference(call, 1)["o"], Keys::kNormal, products_of(s.device, s.schedule));
     if (!o.passed) fail("NaN in " + name + ", o against the reference: " + o.reason + ": " + o.worst);
   }
 }
@@ -322,7 +330,9 @@ void empty_passes_through(const PropertySetting& s) {
     const Data data = make_data(parse(s, text));
     const Run r = run_on(s, data.call());
     require_equal("final state of no tokens", r["final_state"], data.initial_state.view);
-    require_equal("initial state's gradient of no tokens", r["dinitial_state"], data.d_final_state.view);
+    if (!forward_alone(s)) {
+      require_equal("initial state's gradient of no tokens", r["dinitial_state"], data.d_final_state.view);
+    }
   }
 }
 
@@ -364,6 +374,7 @@ void reset_gives_no_dg(const PropertySetting& s) {
   const Data data = make_data(parse(s, "T=150 H=2 K=24 V=40 h0=1 dht=1 gate=reset"));
   const Run r = run_on(s, data.call());
   for (const Output& output : r.outputs) require_all(output.name + " with resets", output.tensor.view, is_finite);
+  if (forward_alone(s)) return;
   const std::vector<double> dg = values(r["dg"]);
   for_each(data.g.view, [&](const std::byte* at, const Index& index, std::int64_t i) {
     if (load_element(at, data.g.view.dtype) == -kInfinity && dg[static_cast<std::size_t>(i)] != 0) {
@@ -404,6 +415,7 @@ void residual_exact(const PropertySetting& s) {
   if (on_gpu(s)) fill(slice(first_value, 2, 1, 1), 2);
   const Run r = run_on(s, data.call());
   if (const double o = values(r["o"])[0]; o != 4096) fail("o is " + std::to_string(o) + ", not 4096");
+  if (forward_alone(s)) return;
   if (r.has("dbeta")) {
     if (const double d = values(r["dbeta"])[0]; d != -256) fail("dbeta is " + std::to_string(d) + ", not -256");
   } else {
@@ -420,7 +432,7 @@ void beta_zero_writes_nothing(const PropertySetting& s) {
   const Data data = make_data(parse(s, "T=150 H=1 K=24 V=40 h0=1 beta=zero gate=zero"));
   const Run r = run_on(s, data.call());
   require_equal("the state, with beta = 0 and g = 0", r["final_state"], data.initial_state.view);
-  require_all("dv with beta = 0", r["dv"], is_zero);
+  if (!forward_alone(s)) require_all("dv with beta = 0", r["dv"], is_zero);
 }
 
 // ---- Equal within rounding
@@ -429,7 +441,9 @@ void beta_zero_writes_nothing(const PropertySetting& s) {
 void zero_gate_is_ungated(const PropertySetting& s) {
   // GDN2 with b = w = beta, and every gate 0, is the ungated rule.
   const std::string text = "B=2 T=150 H=1 HV=2 K=24 V=40 h0=1 dht=1";
-  Case ungated = for_device(parse_case("op=deltanet " + text), s.device);
+  PropertySetting other = s;
+  other.op = Operator::kDeltaNet;
+  Case ungated = parse(other, text);
   Case zero = parse(s, text + " gate=zero");
   // Of one type, so that both have the same values.
   ungated.problem.strength_dtype = zero.problem.strength_dtype = zero.problem.dtype;
@@ -462,7 +476,7 @@ void split_is_whole(const PropertySetting& s) {
     const Run head = run_on(s, first, {.backward = false});
     second.in.initial_state = head["final_state"];
     const Run tail = run_on(s, second);
-    first.d_final_state = tail["dinitial_state"];
+    if (!forward_alone(s)) first.d_final_state = tail["dinitial_state"];
     const Run head_backward = run_on(s, first);
     const std::string what = "split after " + std::to_string(at) + " tokens";
     for (const Output& output : whole.outputs) {
@@ -475,6 +489,21 @@ void split_is_whole(const PropertySetting& s) {
         require_close(s, what, output.name, head_backward[output.name], slice(all, 1, 0, at));
         require_close(s, what, output.name, tail[output.name], slice(all, 1, at, 150 - at));
       }
+    }
+  }
+}
+
+/// Each may be off by what it is allowed against the reference; of the two the chunks are allowed more.
+void schedules_agree(const PropertySetting& s) {
+  for (const char* text : {"B=2 T=150 H=1 HV=2 K=40 V=24 h0=1 gate=mixed", "T=7 H=2 K=128 V=64 dtype=bf16 gate=trained",
+                           "T=90 packed=1,0,70,5 H=2 K=64 V=40 h0=1 gate=reset dtype=f16 layout=vk"}) {
+    const Data data = make_data(parse(s, text));
+    const Run chunks = run_on(s, data.call(), {.backward = false});
+    PropertySetting by_token = s;
+    by_token.schedule = Schedule::kTokens;
+    const Run tokens = run_on(by_token, data.call());
+    for (const Output& output : chunks.outputs) {
+      require_close(s, "chunks against tokens", output.name, output.tensor.view, tokens[output.name]);
     }
   }
 }
@@ -529,6 +558,7 @@ void bad_calls_refused(const PropertySetting& s) {
   refused("values of another type", [](Call& c) { c.in.v.dtype = DType::kF16; });
   refused("a missing query", [](Call& c) { c.in.q = {}; });
   refused("a state of the other layout's shape", [](Call& c) { c.in.initial_state.shape = {2, 4, 16, 17}; });
+  if (forward_alone(s)) refused("policy save", [](Call& c) { c.problem.policy = Policy::kSave; });
 }
 
 // ---- A GPU's ways to run
@@ -550,7 +580,7 @@ std::vector<Call> calls_of(const std::vector<Data>& data) {
 }
 
 RunOptions options_of(const PropertySetting& s) {
-  return {.device = s.device, .backend = s.backend, .architecture = s.architecture};
+  return {.device = s.device, .backend = s.backend, .architecture = s.architecture, .schedule = s.schedule};
 }
 
 void captured_in_a_graph(const PropertySetting& s) {
@@ -573,7 +603,7 @@ void on_streams_at_once(const PropertySetting& s) {
 }
 
 void beyond_32_bits(const PropertySetting& s) {
-  check_huge(s.op, s.device, s.architecture);
+  check_huge(s.op, options_of(s));
 }
 
 // ---- Around the operators
@@ -604,31 +634,35 @@ const std::vector<Property>& properties() {
       {"packed", "a segment alone gives the bits it gives when packed; rows after the last offset are 0", any,
        packed_alone},
       {"inputs", "inputs are never written", any, inputs_untouched},
-      {"policy", "saved and recomputed intermediates give the same bits", any, policies_agree},
+      {"policy", "saved and recomputed intermediates give the same bits", any, policies_agree, Schedules::kChunks},
       {"offset_types", "int32 and int64 offsets give the same bits", any, offset_types_agree},
       {"offset_contents", "offsets are read at every call", any, offsets_read_each_call},
       {"strides", "strided inputs give the bits of dense ones", any, strides_honoured},
       {"layout", "a transposed state gives the same bits", any, layouts_agree},
       {"nan", "NaN moves forward in time inside its head, nowhere else", any, nan_stays},
       {"empty", "no tokens: the state and its gradient pass through in bits", any, empty_passes_through},
-      {"diagonal", "tokens that do not interact give dg exactly 0", gated, diagonal_gives_no_dg},
-      {"suffix", "sums over the tokens that follow are exact after large ones before", gated, suffix_sums_exact},
+      {"diagonal", "tokens that do not interact give dg exactly 0", gated, diagonal_gives_no_dg, Schedules::kChunks},
+      {"suffix", "sums over the tokens that follow are exact after large ones before", gated, suffix_sums_exact,
+       Schedules::kChunks},
       {"reset", "g = -inf gives dg 0 there and nothing that is not finite", gated, reset_gives_no_dg},
       {"forget", "after g = -inf at one token nothing earlier matters", gated, reset_forgets},
       {"residual", "v - S k is subtracted before it is rounded", any, residual_exact},
       {"beta_zero", "beta = 0 leaves the state as it was, in bits", any, beta_zero_writes_nothing},
       {"zero_gate", "g = 0 everywhere is the ungated rule", gated, zero_gate_is_ungated},
       {"split", "two calls that hand the state on are one call", any, split_is_whole},
-      {"graphs", "all derivative graphs give the same gradients", any, graphs_agree, Where::kCpu},
+      {"schedules", "chunks and tokens give the same outputs and states", any, schedules_agree, Schedules::kChunks},
+      {"graphs", "all derivative graphs give the same gradients", any, graphs_agree, Schedules::kChunks, Where::kCpu},
       {"refusals", "calls with wrong arguments are refused", any, bad_calls_refused},
       {"activation", "normalisation, gates and strengths against the reference, in bits for any strides and threads",
-       any, activations_agree},
-      {"capture", "a captured graph computes with the contents of its replay", any, captured_in_a_graph, Where::kGpu},
-      {"streams", "calls on several streams at once do not disturb each other", any, on_streams_at_once, Where::kGpu},
+       any, activations_agree, Schedules::kChunks},
+      {"capture", "a captured graph computes with the contents of its replay", any, captured_in_a_graph,
+       Schedules::kBoth, Where::kGpu},
+      {"streams", "calls on several streams at once do not disturb each other", any, on_streams_at_once,
+       Schedules::kBoth, Where::kGpu},
       {"huge", "offsets beyond 2^31 elements: every batch row gives the bits it gives alone", any, beyond_32_bits,
-       Where::kGpu, true},
+       Schedules::kBoth, Where::kGpu, true},
       {"huge_activation", "the same of normalisation, gates and strengths", any, activations_beyond_32_bits,
-       Where::kGpu, true}};
+       Schedules::kChunks, Where::kGpu, true}};
   return all;
 }
 
@@ -641,7 +675,9 @@ std::vector<std::string> property_lines(const Device& device) {
   for (const Property& property : properties()) {
     if (!property.holds_on(device) || property.by_name_only) continue;
     for (const Operator op : {Operator::kDeltaNet, Operator::kGdn, Operator::kKda, Operator::kGdn2}) {
-      if (property.applies(op)) lines.push_back("property=" + property.name + " op=" + std::string(name(op)));
+      if (!property.applies(op)) continue;
+      lines.push_back("property=" + property.name + " op=" + std::string(name(op)));
+      if (property.schedules == Schedules::kBoth) lines.push_back(lines.back() + " schedule=tokens");
     }
   }
   return lines;
@@ -663,26 +699,31 @@ CheckResult check_property(const std::string& text, const RunOptions& options) {
     const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
     if (key == "op") {
       setting.op = parse_operator(value);
+    } else if (key == "schedule") {
+      setting.schedule = parse_schedule(value);
     } else if (key == "property") {
       for (const Property& property : properties()) {
         if (property.name == value) chosen = &property;
       }
       if (chosen == nullptr) throw Error("check", "property", names, "'" + value + "'");
     } else {
-      throw Error("check", key, "property=NAME op=OPERATOR", "'" + word + "'");
+      throw Error("check", key, "property=NAME op=OPERATOR schedule=SCHEDULE", "'" + word + "'");
     }
   }
   if (chosen == nullptr) throw Error("check", "property", names, "none");
   if (!chosen->applies(setting.op)) {
     throw Error("check", "op", "an operator with a gate for property " + chosen->name, std::string(name(setting.op)));
   }
-
+  if (forward_alone(setting) && chosen->schedules == Schedules::kChunks) {
+    throw Error("check", "schedule", "chunks, which property " + chosen->name + " is about", "tokens");
+  }
   if (!chosen->holds_on(options.device)) {
     throw Error("check", "device", "one that property " + chosen->name + " is about", device_text(options.device));
   }
 
   CheckResult result;
   result.text = "property=" + chosen->name + " op=" + std::string(name(setting.op));
+  if (forward_alone(setting)) result.text += " schedule=tokens";
   result.backend = options.device.kind == DeviceKind::kCuda ? name(options.device.kind) : name(options.backend);
   const auto start = std::chrono::steady_clock::now();
   try {

@@ -14,10 +14,12 @@ struct PropertySetting {
   Backend backend = Backend::kAutomatic;
   Device device{};
   int architecture = 0;  ///< Execution::architecture
+  Schedule schedule = Schedule::kChunks;
 };
 
 /// What a property is about.
 enum class Where : std::uint8_t { kEverywhere, kCpu, kGpu };
+enum class Schedules : std::uint8_t { kBoth, kChunks };
 
 /// A backend that fails a property throws std::runtime_error with the element that shows it.
 struct Property {
@@ -25,6 +27,7 @@ struct Property {
   std::string meaning;
   std::function<bool(Operator)> applies;
   std::function<void(const PropertySetting&)> check;
+  Schedules schedules = Schedules::kBoth;
   Where where = Where::kEverywhere;
   bool by_name_only = false;  ///< too large for a list that runs anywhere
 
@@ -33,7 +36,8 @@ struct Property {
 
 const std::vector<Property>& properties();
 
-/// "property=causality op=kda" for every property and operator it applies to on the device.
+/// "property=causality op=kda" for every property and operator it applies to on the device, and with schedule=tokens
+/// those that are about it.
 std::vector<std::string> property_lines(const Device& = {});
 bool is_property_line(const std::string& text);
 

@@ -57,8 +57,9 @@ bool Run::has(const std::string& name) const {
   return std::any_of(outputs.begin(), outputs.end(), [&](const Output& o) { return o.name == name; });
 }
 
-Products products_of(const Device& device) {
-  return device.kind == DeviceKind::kCpu ? Products::kWide : Products::k16Bit;
+Products products_of(const Device& device, Schedule schedule) {
+  // Token by token a GPU computes in FP32, too.
+  return device.kind == DeviceKind::kCpu || schedule == Schedule::kTokens ? Products::kWide : Products::k16Bit;
 }
 
 std::size_t workspace_needed(const Bytes& bytes, bool saved) {
@@ -170,9 +171,11 @@ PlacedCall::PlacedCall(const Call& call, const RunOptions& options)
                 .stream = site_->stream() != nullptr ? site_->stream()->get() : nullptr,
                 .threads = options.threads,
                 .backend = options.backend,
+                .schedule = options.schedule,
                 .architecture = options.architecture};
-  run_.products = products_of(options.device);
-  const Explanation why = explain(p, options.backward ? Direction::kBackward : Direction::kForward, execution_);
+  run_.products = products_of(options.device, options.schedule);
+  const bool runs_backward = options.runs_backward();
+  const Explanation why = explain(p, runs_backward ? Direction::kBackward : Direction::kForward, execution_);
   run_.backend = why.backend;
   if (!why.rows.empty()) run_.kernels = why.rows.back().kernels;
 
@@ -193,12 +196,12 @@ PlacedCall::PlacedCall(const Call& call, const RunOptions& options)
     forward_.in = inputs;
     forward_.o = site_->output(run_, "o", call.in.v);
     if (call.final_state) forward_.final_state = site_->output(run_, "final_state", state_view(p));
-    if (options.backward && options.saved) saved = site_->memory("saved", run_.forward_bytes.saved);
+    if (runs_backward && options.saved) saved = site_->memory("saved", run_.forward_bytes.saved);
     forward_.saved = saved;
     forward_workspace_ =
         site_->memory("forward workspace", workspace_needed(run_.forward_bytes, !forward_.saved.empty()));
   }
-  if (options.backward) {
+  if (runs_backward) {
     run_.backward_bytes = workspace_bytes(p, Direction::kBackward, execution_);
     backward_ = {.in = inputs,
                  .d_o = in[9],
@@ -290,7 +293,7 @@ Run run(const Call& call, const RunOptions& options) {
     placed.finish();
     forward_seconds = seconds_since(start);
   }
-  if (options.backward) {
+  if (options.runs_backward()) {
     const auto start = Clock::now();
     placed.backward();
     placed.finish();
@@ -305,13 +308,13 @@ Run run(const Call& call, const RunOptions& options) {
 std::vector<Run> run_captured(const std::vector<Call>& calls, const RunOptions& options) {
   const auto turn = turn_on(options.device);
   PlacedCall placed(calls.front(), options);
-  placed.forward();  // loads the kernels, which a capture may not
-  placed.backward();
-  placed.finish();
-  const DeviceGraph graph(*placed.stream(), [&] {
+  const auto issue = [&] {
     placed.forward();
-    placed.backward();
-  });
+    if (options.runs_backward()) placed.backward();
+  };
+  issue();  // loads the kernels, which a capture may not
+  placed.finish();
+  const DeviceGraph graph(*placed.stream(), issue);
   std::vector<Run> runs;
   for (const Call& call : calls) {
     placed.refresh(call);
@@ -329,7 +332,9 @@ std::vector<Run> run_together(const std::vector<Call>& calls, const RunOptions& 
   constexpr int kRounds = 8;  // so that the streams have work at the same time
   for (int round = 0; round < kRounds; ++round) {
     for (PlacedCall& one : placed) one.forward();
-    for (PlacedCall& one : placed) one.backward();
+    for (PlacedCall& one : placed) {
+      if (options.runs_backward()) one.backward();
+    }
   }
   std::vector<Run> runs;
   for (const PlacedCall& one : placed) one.finish();
@@ -462,12 +467,14 @@ void require_repeatable(const Call& call, RunOptions options, int repeats, const
 
 }  // namespace
 
-CheckResult check_case(const std::string& text, const RunOptions& options, int repeats) {
+CheckResult check_case(const std::string& text, const RunOptions& how, int repeats) {
   CheckResult result;
   result.text = text;
   const auto start = Clock::now();
   try {
-    const Case c = for_device(parse_case(text), options.device);
+    const Case c = for_device(parse_case(text), how.device);
+    RunOptions options = how;
+    options.schedule = c.schedule;
     result.text = format_case(c);
     const Service expected = service(c, options.device);
     const Data data = make_data(c);

@@ -16,13 +16,16 @@ namespace rewy::tool {
 struct RunOptions {
   Device device{};  ///< a GPU: the call runs on copies, its outputs are copied back, and calls of threads take turns
   Backend backend = Backend::kAutomatic;
-  int architecture = 0;  ///< Execution::architecture
+  int architecture = 0;                   ///< Execution::architecture
+  Schedule schedule = Schedule::kChunks;  ///< kTokens: the forward alone, whatever `backward` says
   int threads = 0;
   bool forward = true;  ///< false: only the backward, from nothing saved
   bool backward = true;
   bool saved = true;  ///< hand what the forward saved to the backward
   /// What outputs, saved bytes and workspace hold before. Not set, on a GPU: what the driver leaves there.
   std::optional<unsigned char> poison = Buffer::kPoison;
+
+  bool runs_backward() const { return backward && schedule == Schedule::kChunks; }
 };
 
 /// What a backend's matrix products multiply, which bounds every output however wide it is stored.
@@ -30,7 +33,7 @@ enum class Products : std::uint8_t {
   kWide,  ///< FP32 or wider
   k16Bit  ///< BF16 or FP16
 };
-Products products_of(const Device&);
+Products products_of(const Device&, Schedule);
 
 /// One output, or the gradient of one input, under its name.
 struct Output {
@@ -148,8 +151,8 @@ struct CheckResult {
   std::vector<Comparison> comparisons;
 };
 
-/// Parses, runs and judges; an exception of the library is a failed row, not an exception. On a GPU the case is the one
-/// that for_device() makes of it. `repeats` runs must give the same bits.
+/// Parses, runs by the case's schedule and judges; an exception of the library is a failed row, not an exception. On a
+/// GPU the case is the one that for_device() makes of it. `repeats` runs must give the same bits.
 CheckResult check_case(const std::string& text, const RunOptions& = {}, int repeats = 1);
 
 }  // namespace rewy::tool

@@ -27,7 +27,7 @@ std::string device_text(const Device& device) {
 }
 
 Case for_device(Case c, const Device& device) {
-  if (device.kind == DeviceKind::kCpu) return c;
+  if (device.kind == DeviceKind::kCpu || c.schedule == Schedule::kTokens) return c;
   Problem& p = c.problem;
   if (p.dtype == DType::kF32) p.dtype = DType::kBF16;
   if (strength_of(p.op) == Strength::kIndependent) p.strength_dtype = p.dtype;
@@ -36,9 +36,16 @@ Case for_device(Case c, const Device& device) {
 }
 
 Service service(const Case& c, const Device& device) {
-  if (device.kind == DeviceKind::kCpu) return {};
   using Kind = Service::Kind;
   const Problem& p = c.problem;
+  if (c.schedule == Schedule::kTokens && p.policy == Policy::kSave) return {Kind::kDeclined, "policy save"};
+  if (c.schedule == Schedule::kTokens && p.variant != Variant{}) return {Kind::kDeclined, "a derivative graph"};
+  if (device.kind == DeviceKind::kCpu) return {};
+  if (c.schedule == Schedule::kTokens) {
+    if (p.dtype == DType::kF64) return {Kind::kDeclined, "data of f64"};
+    if (p.K > 256) return {Kind::kDeclined, "K above 256"};
+    return {};
+  }
   const auto width = [](std::int64_t x) { return x % 8 == 0 && x <= 256; };
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return {Kind::kDeclined, "data that are neither bf16 nor f16"};
   if (!width(p.K) || !width(p.V)) return {Kind::kDeclined, "a width above 256 or no multiple of 8"};

@@ -18,7 +18,7 @@ std::string device_text(const Device&);  ///< "cpu", "cuda:0"
 
 /// The case as a device can serve it. A GPU multiplies 16-bit numbers: FP32 data become BF16, and GDN2's strengths,
 /// which meet the data inside products, take the data's type; rows cut out of a projection are cut at 16 bytes, which a
-/// GPU copies at a time. Idempotent; nothing changes on the CPU.
+/// GPU copies at a time. Idempotent; nothing changes on the CPU, nor token by token, where a GPU computes in FP32.
 Case for_device(Case, const Device&);
 
 /// What is documented of a device and a problem.

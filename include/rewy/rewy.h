@@ -73,7 +73,7 @@ struct ForwardArgs {
   Inputs in{};
   TensorView o{};            ///< [B, T, HV, V]  dtype
   TensorView final_state{};  ///< like initial_state; optional. An empty segment passes its initial state through.
-  /// What the backward can reuse: Bytes::saved bytes, 64-byte aligned; empty: nothing is kept.
+  /// What the backward can reuse: Bytes::saved bytes, 64-byte aligned; empty, or token by token: nothing is kept.
   std::span<std::byte> saved{};
 };
 
@@ -127,6 +127,7 @@ struct Execution {
   void* stream = nullptr;  ///< cudaStream_t of a CUDA call (null: the default stream); must be null on the CPU
   int threads = 0;         ///< CPU threads; 0: all the OpenMP runtime gives. Never changes a bit of a result.
   Backend backend = Backend::kAutomatic;
+  Schedule schedule = Schedule::kChunks;  ///< of operators; activations have one
   int architecture = 0;  ///< CUDA: kernels for at most this compute capability (80 for 8.0); 0: the device's own
   std::span<std::byte>
       workspace{};       ///< bytes as Bytes says, on `device`, 64-byte aligned; contents before and after mean nothing
@@ -141,7 +142,8 @@ struct Bytes {
   std::size_t without_dg = 0;
 };
 
-/// Bytes of one call. All grow linearly with T. Uses only device, threads, backend and architecture of `execution`.
+/// Bytes of one call. None grows faster than T; token by token a GPU needs no memory. Uses only device, threads,
+/// backend, schedule and architecture of `execution`.
 Bytes workspace_bytes(const Problem&, Direction, const Execution& = {});
 
 void forward(const Problem&, const ForwardArgs&, const Execution&);

@@ -70,6 +70,12 @@ enum class StateLayout : std::uint8_t { kKV, kVK };
 
 enum class Direction : std::uint8_t { kForward, kBackward };
 
+/// How an operator call goes through its tokens. Results agree within rounding.
+enum class Schedule : std::uint8_t {
+  kChunks,  ///< 64 at a time, as matrix products: training and prompts
+  kTokens   ///< one after the other: decoding. Forward only; nothing is saved.
+};
+
 /// The derivative graphs that can be compared (docs/math.md, section 6). Every choice gives the same gradients;
 /// the defaults are the ReWY paper's and the fastest. Backends other than the CPU's decline all but the defaults.
 enum class Graph : std::uint8_t {
@@ -99,6 +105,7 @@ std::string_view name(DeviceKind);
 std::string_view name(Policy);
 std::string_view name(StateLayout);
 std::string_view name(Direction);
+std::string_view name(Schedule);
 std::string_view name(Graph);
 std::string_view name(Intra);
 std::string_view name(Gram);
@@ -107,6 +114,7 @@ Operator parse_operator(std::string_view);
 DType parse_dtype(std::string_view);
 Policy parse_policy(std::string_view);
 StateLayout parse_state_layout(std::string_view);
+Schedule parse_schedule(std::string_view);
 Graph parse_graph(std::string_view);
 Intra parse_intra(std::string_view);
 Gram parse_gram(std::string_view);

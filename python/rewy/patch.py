@@ -214,10 +214,10 @@ class _Translation:
     def described(self, given: dict[str, Any]) -> tuple[Any, ...] | None:
         """What decides whether a call is served, and is the same for calls of other lengths: constants all.
 
-        None where q or v are no tensors of four axes, which the call itself says better.
+        None where a tensor is none, or q or v has not four axes, which the call itself says better.
         """
         q, v = given["q"], given["v"]
-        if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() == 4):
+        if not (all(isinstance(given[name], Tensor) for name in self.tensors) and q.dim() == v.dim() == 4):
             return None
         dtypes, settings, differentiated = [], [], False
         for name, value in given.items():

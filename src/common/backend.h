@@ -24,6 +24,15 @@ extern const BackendEntry kCudaBackend;       // src/cuda/, in builds with REWY_
 extern const BackendEntry kCpuBackend;        // src/cpu/
 extern const BackendEntry kReferenceBackend;  // src/reference/
 
+/// Why a call token by token is none that any backend has; empty for all others.
+inline std::string tokens_decline(const Problem& p, Direction direction, const Execution& execution) {
+  if (execution.schedule != Schedule::kTokens) return {};
+  if (direction == Direction::kBackward) return "token by token there is no backward (schedule tokens is for decoding)";
+  if (p.policy == Policy::kSave) return "token by token nothing is saved for a backward, as policy save asks for";
+  if (p.variant != Variant{}) return "the choice of a derivative graph is the schedule chunks'";
+  return {};
+}
+
 /// Chunks of the longest chunk table a problem can have: every segment may end in a short chunk.
 inline std::int64_t most_chunks(const Problem& p) {
   if (p.segments) return p.T / kChunk + std::min(*p.segments, p.T);

@@ -18,6 +18,7 @@ constexpr std::array<Word, 2> kDeviceKinds{"cpu", "cuda"};
 constexpr std::array<Word, 2> kPolicies{"recompute", "save"};
 constexpr std::array<Word, 2> kStateLayouts{"kv", "vk"};
 constexpr std::array<Word, 2> kDirections{"forward", "backward"};
+constexpr std::array<Word, 2> kSchedules{"chunks", "tokens"};
 constexpr std::array<Word, 2> kGraphs{"rewy", "expanded"};
 constexpr std::array<Word, 2> kIntras{"matrix", "pairwise"};
 constexpr std::array<Word, 2> kGrams{"off", "on"};
@@ -61,6 +62,9 @@ Word name(StateLayout x) {
 Word name(Direction x) {
   return word_of(x, kDirections);
 }
+Word name(Schedule x) {
+  return word_of(x, kSchedules);
+}
 Word name(Graph x) {
   return word_of(x, kGraphs);
 }
@@ -85,6 +89,9 @@ Policy parse_policy(Word text) {
 }
 StateLayout parse_state_layout(Word text) {
   return parse<StateLayout>(text, kStateLayouts, "state_layout");
+}
+Schedule parse_schedule(Word text) {
+  return parse<Schedule>(text, kSchedules, "schedule");
 }
 Graph parse_graph(Word text) {
   return parse<Graph>(text, kGraphs, "graph");

@@ -112,6 +112,7 @@ void validate(const Problem& p, Direction direction, const Execution& execution)
   check.known("variant.gram", name(p.variant.gram));
   check.known("device", name(execution.device.kind));
   check.known("backend", name(execution.backend));
+  check.known("schedule", name(execution.schedule));
 
   check.at_least("B", p.B, 1);
   check.at_least("T", p.T, 0);

@@ -49,16 +49,13 @@ struct Workspace {
   Work* works;                 ///< of each thread
 };
 
-/// The layout of a call's workspace. With `saved` given, what it holds is not laid out again.
-Workspace lay_out(const Problem& p, Direction direction, const Execution& execution, Arena& arena, bool saved) {
+/// What only calls in chunks have.
+void lay_out_chunks(const Problem& p, Direction direction, int threads, Arena& arena, bool saved, Workspace& w) {
   const Sizes size(p);
   const std::int64_t count = most_chunks(p) * p.HV;
-  Workspace w{};
-  w.sequences = arena.take<Sequence>(p.sequences());
   w.chunks = arena.take<Chunk>(most_chunks(p));
   if (!saved) w.keep.a = arena.take<float>(count * size.matrix());
   const bool more_saved = saved && p.policy == Policy::kSave;
-  const int threads = thread_count(execution);
   const std::int64_t slots = takes_whole_heads(p, threads) ? threads : count;
   if (!more_saved) w.keep.cq = arena.take<float>(slots * size.matrix());
   if (direction == Direction::kBackward) {
@@ -73,8 +70,17 @@ Workspace lay_out(const Problem& p, Direction direction, const Execution& execut
     w.keep.w = arena.take<float>(count * size.keys());
     w.keep.u = arena.take<float>(count * size.values());
   }
+}
+
+/// The layout of a call's workspace. With `saved` given, what it holds is not laid out again.
+Workspace lay_out(const Problem& p, Direction direction, const Execution& execution, Arena& arena, bool saved) {
+  const int threads = thread_count(execution);
+  Workspace w{};
+  w.sequences = arena.take<Sequence>(p.sequences());
+  if (execution.schedule == Schedule::kChunks) lay_out_chunks(p, direction, threads, arena, saved, w);
   w.works = arena.take<Work>(threads);
-  w.scratch_stride = static_cast<std::size_t>(round_up(static_cast<std::int64_t>(scratch_bytes(p, direction)), 4096));
+  const auto scratch = static_cast<std::int64_t>(scratch_bytes(p, direction, execution.schedule));
+  w.scratch_stride = static_cast<std::size_t>(round_up(scratch, 4096));
   w.scratch = arena.take<std::byte>(static_cast<std::int64_t>(w.scratch_stride) * threads);
   return w;
 }
@@ -85,7 +91,7 @@ std::int64_t offset_at(const TensorView& view, std::int64_t i) {
                                    : static_cast<const std::int64_t*>(view.data)[at];
 }
 
-/// Fills both tables; returns the number of chunks.
+/// Fills both tables, that of the chunks where there is one; returns the number of chunks.
 std::int64_t cut_into_chunks(const Problem& p, const TensorView& offsets, Sequence* sequences, Chunk* chunks) {
   std::int64_t count = 0;
   for (std::int64_t s = 0; s < p.sequences(); ++s) {
@@ -95,7 +101,7 @@ std::int64_t cut_into_chunks(const Problem& p, const TensorView& offsets, Sequen
       seq.tokens = offset_at(offsets, s + 1) - seq.begin;
     }
     sequences[s] = seq;
-    for (std::int64_t t = 0; t < seq.tokens; t += kChunk) {
+    for (std::int64_t t = 0; chunks != nullptr && t < seq.tokens; t += kChunk) {
       chunks[count++] = {seq.batch, seq.begin + t, std::min(kChunk, seq.tokens - t)};
     }
   }
@@ -189,7 +195,25 @@ Plan start_plan(const Problem& p, Direction direction, const Inputs& in, const W
   return plan;
 }
 
+void forward_tokens(const Problem& p, const ForwardArgs& args, const Execution& execution) {
+  const int threads = thread_count(execution);
+  const Stages stages = stages_for_this_cpu();
+  Arena arena(execution.workspace);
+  const Workspace w = lay_out(p, Direction::kForward, execution, arena, true);
+  Plan plan = start_plan(p, Direction::kForward, args.in, w, threads);
+  plan.fwd = &args;
+  const std::int64_t slices = (plan.size.Vp + kTokenColumns - 1) / kTokenColumns;
+  run(p.sequences() * p.HV * slices, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
+    const std::int64_t scan = i / slices, first = i % slices * kTokenColumns;
+    const Slice slice{first, std::min(first + kTokenColumns, plan.size.Vp)};
+    stages.scan_tokens(plan, scan / p.HV, scan % p.HV, slice, scratch, work);
+  });
+  zero_unused_rows(p, args.in.cu_seqlens, {&args.o});
+  collect(execution, plan, w, threads);
+}
+
 void forward_cpu(const Problem& p, const ForwardArgs& args, const Execution& execution) {
+  if (execution.schedule == Schedule::kTokens) return forward_tokens(p, args, execution);
   const int threads = thread_count(execution);
   const Stages stages = stages_for_this_cpu();
   Arena arena(execution.workspace);
@@ -276,6 +300,7 @@ Bytes bytes_cpu(const Problem& p, Direction direction, const Execution& executio
   Arena arena;
   lay_out(p, direction, execution, arena, false);
   bytes.workspace = arena.used();
+  if (execution.schedule == Schedule::kTokens) return bytes;
   Arena saved;
   Intermediates keep;
   lay_out_saved(p, saved, keep);
@@ -283,7 +308,8 @@ Bytes bytes_cpu(const Problem& p, Direction direction, const Execution& executio
   return bytes;
 }
 
-std::string declines_cpu(const Problem& p, Direction, const Execution&) {
+std::string declines_cpu(const Problem& p, Direction direction, const Execution& execution) {
+  if (std::string reason = tokens_decline(p, direction, execution); !reason.empty()) return reason;
   if (p.dtype == DType::kF64 || p.strength_dtype == DType::kF64)
     return "dtype f64 is the reference's (this one computes in FP32)";
   if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";

@@ -1,4 +1,4 @@
-// The four stages of the CPU backend (stages.h), compiled once per instruction set. Read beside docs/math.md.
+// The stages of the CPU backend (stages.h), compiled once per instruction set. Read beside docs/math.md.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/stages.cpp"
@@ -289,6 +289,98 @@ void scan_reverse(const Plan& plan, int64_t sequence, int64_t head, Slice slice,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// token by token: the recurrence itself, for some value columns of one sequence and head
+
+struct TokenTiles {
+  Tile state, q, k, e, g, z, w, o;  // [K, columns], kBlock tokens of the others
+  float* beta;
+  TokenTiles(Arena& arena, const Sizes& size) {
+    TileTaker take(arena, size);
+    state = {arena.take<float>(size.Kp * kTokenColumns), kTokenColumns};
+    for (Tile* tile : {&q, &k, &e, &g}) *tile = take.block_keys();
+    for (Tile* tile : {&z, &w, &o}) *tile = {arena.take<float>(kBlock * kTokenColumns), kTokenColumns};
+    beta = take.tokens();
+  }
+};
+
+/// exp(g) of every token and feature; 1 without a gate.
+void load_decays(const Plan& plan, const Chunk& c, int64_t head, Tile out) {
+  const FloatTag d;
+  const int64_t columns = plan.size.Kp;
+  if (gate_of(plan.p.op) == Gate::kVector) load_rows(rows_of(plan.in->g, c, head), c.n, plan.p.K, out);
+  float scalar[kBlock] = {};
+  if (gate_of(plan.p.op) == Gate::kScalar) load_column(rows_of(plan.in->g, c, head), c.n, scalar);
+  for (int64_t i = 0; i < c.n; ++i) {
+    if (gate_of(plan.p.op) != Gate::kVector) fill_row(out.row(i), columns, scalar[i]);
+    for (int64_t k = 0; k < columns; k += lane_count()) {
+      hn::StoreU(exp_of(hn::LoadU(d, out.row(i) + k)), d, out.row(i) + k);
+    }
+  }
+}
+
+/// S- = diag(decay) S,  r = z - S-^T e,  S = S- + k r^T,  o = S^T q, for kColumns columns. A column's sums are chains
+/// over the features in order, whatever the slice.
+template <int kColumns>
+void token_step(int64_t K, const float* decay, const float* e, const float* k, const float* q, const float* z,
+                Tile state, float* o) {
+  constexpr int kNV = kColumns / kVectorLanes;
+  const FloatTag d;
+  FloatVec r[kNV], out[kNV];
+#pragma GCC unroll 8
+  for (int v = 0; v < kNV; ++v) r[v] = hn::LoadU(d, z + v * kVectorLanes);
+  for (int64_t i = 0; i < K; ++i) {
+    float* row = state.row(i);
+    const FloatVec kept_share = hn::Set(d, decay[i]), erase = hn::Set(d, e[i]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kNV; ++v) {
+      const FloatVec s = hn::Mul(kept_share, hn::LoadU(d, row + v * kVectorLanes));
+      hn::StoreU(s, d, row + v * kVectorLanes);
+      r[v] = hn::NegMulAdd(erase, s, r[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kNV; ++v) out[v] = hn::Zero(d);
+  for (int64_t i = 0; i < K; ++i) {
+    float* row = state.row(i);
+    const FloatVec key = hn::Set(d, k[i]), query = hn::Set(d, q[i]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kNV; ++v) {
+      const FloatVec s = hn::MulAdd(key, r[v], hn::LoadU(d, row + v * kVectorLanes));
+      hn::StoreU(s, d, row + v * kVectorLanes);
+      out[v] = hn::MulAdd(query, s, out[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kNV; ++v) hn::StoreU(out[v], d, o + v * kVectorLanes);
+}
+
+void scan_tokens(const Plan& plan, int64_t sequence, int64_t head, Slice slice, Arena scratch, Work& work) {
+  const int64_t K = plan.p.K, columns = slice.end - slice.begin, width = width_of(plan, slice);
+  const Sequence& seq = plan.sequences[sequence];
+  const TokenTiles t(scratch, plan.size);
+
+  load_state(plan, plan.in->initial_state, sequence, head, slice, t.state);
+  for (int64_t begin = 0; begin < seq.tokens; begin += kBlock) {
+    const Chunk c{seq.batch, seq.begin + begin, std::min(kBlock, seq.tokens - begin)};
+    load_keys(plan, c, head, t.beta, t.k, t.e);
+    load_queries(plan, c, head / plan.group(), t.q);
+    load_written_values(plan, c, head, slice, t.beta, t.w, t.z);
+    load_decays(plan, c, head, t.g);
+    for (int64_t i = 0; i < c.n; ++i) {
+      const auto step = columns == kTokenColumns ? token_step<kTokenColumns> : token_step<kPad>;
+      step(K, t.g.row(i), t.e.row(i), t.k.row(i), t.q.row(i), t.z.row(i), t.state, t.o.row(i));
+    }
+    store_rows(t.o, c.n, width, rows_of(plan.fwd->o, c, head, slice.begin));
+  }
+  store_state(plan, t.state, plan.fwd->final_state, sequence, head, slice);
+
+  constexpr int64_t kProducts = 3;  // S^T e, k r^T and S^T q
+  if (slice.begin == 0) work.scan.products += kProducts * seq.tokens;
+  work.scan.dense += kProducts * 2 * K * width * seq.tokens;
+  work.scan.executed += kProducts * 2 * K * width * seq.tokens;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // pullback: all input gradients of one chunk
 
 struct PullbackTiles {
@@ -497,13 +589,18 @@ const char* target_name() {
   return hwy::TargetName(HWY_TARGET);
 }
 
-int64_t scratch_of(const Problem& p, bool backward) {
+int64_t scratch_of(const Problem& p, Direction direction, Schedule schedule) {
   const Sizes size(p);
+  if (schedule == Schedule::kTokens) {
+    Arena tokens;
+    TokenTiles(tokens, size);
+    return static_cast<int64_t>(tokens.used());
+  }
   // The scans run the other stages in what they leave of the scratch.
   Arena scan, prepare, pullback;
   ScanTiles(scan, size);
   PrepareTiles(prepare, size);
-  if (backward) PullbackTiles(pullback, p, size);
+  if (direction == Direction::kBackward) PullbackTiles(pullback, p, size);
   return static_cast<int64_t>(scan.used() + std::max(prepare.used(), pullback.used()));
 }
 
@@ -517,6 +614,7 @@ HWY_EXPORT(prepare_chunk);
 HWY_EXPORT(scan_forward);
 HWY_EXPORT(scan_reverse);
 HWY_EXPORT(pullback_chunk);
+HWY_EXPORT(scan_tokens);
 HWY_EXPORT(target_name);
 HWY_EXPORT(scratch_of);
 
@@ -524,11 +622,11 @@ Stages stages_for_this_cpu() {
   // The first dynamic dispatch asks the processor; the pointers must be taken after it.
   (void)HWY_DYNAMIC_DISPATCH(target_name)();
   return {HWY_DYNAMIC_DISPATCH(prepare_chunk), HWY_DYNAMIC_DISPATCH(scan_forward), HWY_DYNAMIC_DISPATCH(scan_reverse),
-          HWY_DYNAMIC_DISPATCH(pullback_chunk)};
+          HWY_DYNAMIC_DISPATCH(pullback_chunk), HWY_DYNAMIC_DISPATCH(scan_tokens)};
 }
 
-std::size_t scratch_bytes(const Problem& p, Direction direction) {
-  return static_cast<std::size_t>(HWY_DYNAMIC_DISPATCH(scratch_of)(p, direction == Direction::kBackward));
+std::size_t scratch_bytes(const Problem& p, Direction direction, Schedule schedule) {
+  return static_cast<std::size_t>(HWY_DYNAMIC_DISPATCH(scratch_of)(p, direction, schedule));
 }
 
 const char* instruction_set() {

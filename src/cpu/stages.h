@@ -1,10 +1,14 @@
-// The CPU backend's plan of one call and its four stages. backend.cpp schedules them over threads; stages.cpp holds
+// The CPU backend's plan of one call and its stages. backend.cpp schedules them over threads; stages.cpp holds
 // them, compiled once per instruction set.
 //
 //   prepare_chunk   every (chunk, value head): A = (I + L)^-1, Cq; the expanded graph also W = A E, U = A Z
 //   scan_forward    every (sequence, value head, value columns): S and R through the chunks; the outputs
 //   scan_reverse    the same, backwards: dS and P (expanded: dR)
 //   pullback_chunk  every (chunk, query head): all input gradients, summed over the heads of the group
+//
+// and in place of the first two, where a forward goes token by token:
+//
+//   scan_tokens     every (sequence, value head, value columns): the recurrence itself
 //
 // scan_forward and scan_reverse of one call need nothing of each other and can run side by side. Where the heads alone
 // keep all threads busy, the scans run the other two stages themselves, chunk by chunk (Plan::fused).
@@ -37,6 +41,10 @@ struct Chunk {
 struct Slice {
   std::int64_t begin, end;
 };
+
+/// Columns of a slice of scan_tokens: two vectors of AVX-512, and at K = 128 a state of 16 KB, which stays in the first
+/// level of cache.
+inline constexpr std::int64_t kTokenColumns = 2 * kPad;
 
 /// Sizes that all stages and the workspace layout share.
 struct Sizes {
@@ -100,13 +108,14 @@ struct Stages {
   void (*scan_forward)(const Plan&, std::int64_t sequence, std::int64_t head, Slice, Arena scratch, Work&);
   void (*scan_reverse)(const Plan&, std::int64_t sequence, std::int64_t head, Slice, Arena scratch, Work&);
   void (*pullback_chunk)(const Plan&, std::int64_t chunk, std::int64_t query_head, Arena scratch, Work&);
+  void (*scan_tokens)(const Plan&, std::int64_t sequence, std::int64_t head, Slice, Arena scratch, Work&);
 };
 
 /// The stages for the best instruction set of this machine (or the best that hwy's test switches allow).
 Stages stages_for_this_cpu();
 
-/// Scratch of the largest stage of a direction, for one thread.
-std::size_t scratch_bytes(const Problem&, Direction);
+/// Scratch of the largest stage of a call, for one thread.
+std::size_t scratch_bytes(const Problem&, Direction, Schedule);
 
 /// Name of the instruction set stages_for_this_cpu() uses, and of all this build and machine can use, best first.
 const char* instruction_set();

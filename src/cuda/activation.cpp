@@ -73,6 +73,7 @@ std::size_t bytes_cuda(const Activation& a, Direction direction, const Execution
   return arena.used();
 }
 
+/// [B, T, heads] is read as runs of 256 heads.
 Elements elements(const TensorView& t) {
   if (!t.given()) return {};
   if (t.rank == 4) return {t.data, t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
@@ -85,17 +86,9 @@ Elements of_rows(const TensorView& t) {
   return {t.data, t.strides[0], t.strides[1], t.strides[2], 0};
 }
 
-/// Whether every eight features of a row are whole 16-byte pieces. Axes of one element are never stepped along.
+/// Whether every eight features of a row are whole 16-byte pieces.
 bool is_whole(const TensorView& t) {
-  if (!t.given()) return true;
-  const int features = t.rank - 1;
-  const std::int64_t piece = kPiece / static_cast<std::int64_t>(size_of(t.dtype));
-  bool whole = reinterpret_cast<std::uintptr_t>(t.data) % kPiece == 0 && t.strides[features] == 1 &&
-               t.shape[features] % kThreadFeatures == 0;
-  for (int axis = 0; axis < features; ++axis) {
-    whole = whole && (t.shape[axis] == 1 || t.strides[axis] % piece == 0);
-  }
-  return whole;
+  return cuda::is_whole(t, kPiece / static_cast<std::int64_t>(size_of(t.dtype)), kThreadFeatures);
 }
 
 /// Collects the parts of a call in the order of their blocks.

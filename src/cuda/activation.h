@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/elements.h"
 #include "rewy/types.h"
 
 namespace rewy::cuda {
@@ -13,12 +14,6 @@ namespace rewy::cuda {
 /// Features that a block has at most, and tokens.
 inline constexpr int kActivationWidth = 256;
 inline constexpr int kActivationTokens = 64;
-
-/// A [B, T, groups, run] tensor by strides. [B, T, heads] is read as runs of 256 heads. Null data: not given.
-struct Elements {
-  void* data = nullptr;
-  std::int64_t batch = 0, token = 0, group = 0, feature = 0;
-};
 
 enum class PartKind : std::uint8_t { kNormalise, kGate, kStrength };
 

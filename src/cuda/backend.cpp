@@ -9,6 +9,7 @@
 #include "common/validate.h"
 #include "cuda/device_state.h"
 #include "cuda/kernels.h"
+#include "cuda/recurrent.h"
 #include "cuda/sm90a/scan.h"
 #include "cuda/workspace.h"
 
@@ -45,8 +46,8 @@ Kind kind_of(const Problem& p) {
   return {p.op, p.dtype};
 }
 
-/// What does not depend on the device comes first, so that it is answered without one.
-std::string declines_cuda(const Problem& p, Direction direction, const Execution& execution) {
+/// What the kernels of chunks decline, on any device.
+std::string declines_chunks(const Problem& p) {
   if (!is_half(p.dtype)) return "dtype " + std::string(name(p.dtype)) + " is neither bf16 nor f16";
   if (strength_of(p.op) == Strength::kIndependent && p.strength_dtype != p.dtype) {
     return "strength_dtype " + std::string(name(p.strength_dtype)) + " is not dtype " + std::string(name(p.dtype)) +
@@ -57,8 +58,16 @@ std::string declines_cuda(const Problem& p, Direction direction, const Execution
   if (p.variant != Variant{}) return "the choice of a derivative graph is the CPU backend's";
   if (!std::isfinite(static_cast<float>(p.query_scale()))) return "scale is beyond the range of FP32";
   if (!counts_fit(p)) return "T or chunks * HV reaches 2^31, or sequences * HV 2^26";
+  return {};
+}
 
+/// What does not depend on the device comes first, so that it is answered without one.
+std::string declines_cuda(const Problem& p, Direction direction, const Execution& execution) {
+  const bool tokens = execution.schedule == Schedule::kTokens;
+  if (std::string reason = tokens_decline(p, direction, execution); !reason.empty()) return reason;
+  if (std::string reason = tokens ? recurrent_declines(p) : declines_chunks(p); !reason.empty()) return reason;
   if (const std::string problem = device_declines(execution.device.index); !problem.empty()) return problem;
+  if (tokens) return {};  // no shared memory
   const DeviceLimits limits = device_limits(execution.device.index).limits;
   const std::string device = "device " + std::to_string(limits.index);
   const auto lacks = [&](int need) { return need > limits.shared_bytes_per_block; };
@@ -76,7 +85,8 @@ std::string declines_cuda(const Problem& p, Direction direction, const Execution
   return {};
 }
 
-Bytes bytes_cuda(const Problem& p, Direction direction, const Execution&) {
+Bytes bytes_cuda(const Problem& p, Direction direction, const Execution& execution) {
+  if (execution.schedule == Schedule::kTokens) return {};
   Params nowhere{};
   Arena kept;
   lay_out_saved(p, kept, nowhere);
@@ -124,11 +134,7 @@ class Views {
     return gate_of(p_.op) == Gate::kVector ? rows(t, argument) : scalars(t);
   }
 
-  States states(const TensorView& t) const {
-    if (!t.given()) return {};
-    const bool kv = p_.state_layout == StateLayout::kKV;
-    return {static_cast<float*>(t.data), t.strides[0], t.strides[1], t.strides[kv ? 2 : 3], t.strides[kv ? 3 : 2]};
-  }
+  States states(const TensorView& t) const { return states_of(t, p_.state_layout); }
 
   Params params(const Inputs& in) const {
     Params at{};
@@ -197,6 +203,7 @@ struct Launches {
 };
 
 void forward_cuda(const Problem& p, const ForwardArgs& args, const Execution& execution) {
+  if (execution.schedule == Schedule::kTokens) return forward_recurrent(p, args, execution);
   const Views views(p, Direction::kForward);
   Params params = views.params(args.in);
   params.o = views.rows(args.o, "o");
@@ -252,6 +259,7 @@ void backward_cuda(const Problem& p, const BackwardArgs& args, const Execution& 
 }
 
 std::string kernels_cuda(const Problem& p, Direction direction, const Execution& execution) {
+  if (execution.schedule == Schedule::kTokens) return "token by token";
   const DeviceLimits limits = restricted(device_limits(execution.device.index).limits, execution.architecture);
   const bool warpgroups = sm90a::scans_serve(Views(p, direction).params({}), limits);
   return warpgroups ? "scans with warpgroup products of sm_90a, portable ones for strides that are not positive"

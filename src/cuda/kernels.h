@@ -15,7 +15,7 @@ namespace rewy::cuda {
 /// Which instances serve a call.
 struct Kind {
   Operator op;
-  DType dtype;  ///< of q, k, v: kBF16 or kF16
+  DType dtype;  ///< of q, k, v: kBF16 or kF16, token by token kF32 too
 };
 
 /// What the launch heuristics know of a device.

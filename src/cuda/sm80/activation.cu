@@ -4,8 +4,8 @@
 //
 // One launch a direction. A part (queries, keys, gate, strength) is a range of blocks, a block 64 tokens of one head,
 // or of 256 heads where a token has one number a head. 256 threads; a row of features is that of 1 to 32 neighbouring
-// threads, 8 features each, which are 16 bytes of a 16-bit type; a thread has 2 or 4 tokens on their way before it uses
-// the first. Bound by memory. Gradients of A_log and dt_bias: sums of a block, 8 KB of shared memory, then of all
+// threads, 8 features each, which are 16 bytes of a 16-bit type; a thread has up to 4 tokens on their way before it
+// uses the first. Bound by memory. Gradients of A_log and dt_bias: sums of a block, 8 KB of shared memory, then of all
 // blocks in a second launch.
 //
 // Steps as numbered in docs/kernels/activation.md.
@@ -18,6 +18,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+/// Blocks of a multiprocessor. For three the loads on their way must fit in 80 registers a thread, which they do on
+/// Hopper alone.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocks = 3;
+#else
+constexpr int kBlocks = 2;
+#endif
 constexpr int kFeatures = 8;  ///< of a thread
 static_assert(32 * kFeatures == kActivationWidth);
 
@@ -85,31 +92,52 @@ __device__ __forceinline__ T* address(const Elements& e, const Place& at, int ro
          at.feature * e.feature;
 }
 
+/// The features of one token on their way from memory: as they lie there where they are whole pieces of 16 bytes, so
+/// that a token of a 16-bit type takes four registers until it is used.
+template <class T, bool kWhole>
+struct Piece {
+  float x[kFeatures];
+  __device__ __forceinline__ void widen_to(float (&to)[kFeatures]) const {
+#pragma unroll
+    for (int i = 0; i < kFeatures; ++i) to[i] = x[i];
+  }
+};
+template <class T>
+requires(sizeof(T) == 2) struct Piece<T, true> {
+  uint4 words;
+  __device__ __forceinline__ void widen_to(float (&to)[kFeatures]) const {
+    const std::uint32_t pairs[] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack<T>(pairs[i]);
+      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+    }
+  }
+};
+
 /// The features of the block's token `row`; zeros for what lies outside.
 template <class T, bool kWhole>
-__device__ __forceinline__ void load(const Elements& e, const Place& at, int row, float (&x)[kFeatures]) {
+__device__ __forceinline__ Piece<T, kWhole> load(const Elements& e, const Place& at, int row) {
   const bool inside = row < at.tokens;
   const T* from = address<const T>(e, at, row);
+  Piece<T, kWhole> piece;
   if constexpr (!kWhole) {
 #pragma unroll
-    for (int i = 0; i < kFeatures; ++i) x[i] = inside && i < at.valid ? widen(from[i * e.feature]) : 0.0f;
+    for (int i = 0; i < kFeatures; ++i, from += e.feature) {
+      piece.x[i] = inside && i < at.valid ? widen(*from) : 0.0f;
+    }
   } else if constexpr (sizeof(T) == 4) {
     float4 a{}, b{};
     if (inside && at.valid > 0) {
       a = __ldg(reinterpret_cast<const float4*>(from));
       b = __ldg(reinterpret_cast<const float4*>(from) + 1);
     }
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    piece = {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
   } else {
-    uint4 a{};
-    if (inside && at.valid > 0) a = __ldg(reinterpret_cast<const uint4*>(from));
-    const std::uint32_t words[] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack<T>(words[i]);
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-    }
+    piece.words = {};
+    if (inside && at.valid > 0) piece.words = __ldg(reinterpret_cast<const uint4*>(from));
   }
+  return piece;
 }
 
 template <class T, bool kWhole>
@@ -118,8 +146,8 @@ __device__ __forceinline__ void store(const Elements& e, const Place& at, int ro
   T* to = address<T>(e, at, row);
   if constexpr (!kWhole) {
 #pragma unroll
-    for (int i = 0; i < kFeatures; ++i) {
-      if (i < at.valid) to[i * e.feature] = narrow<T>(x[i]);
+    for (int i = 0; i < kFeatures; ++i, to += e.feature) {
+      if (i < at.valid) *to = narrow<T>(x[i]);
     }
   } else if constexpr (sizeof(T) == 4) {
     reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
@@ -132,6 +160,12 @@ __device__ __forceinline__ void store(const Elements& e, const Place& at, int ro
 
 /// Step 2. A thread's tokens, `kBatch` at a time: all are loaded before the first is used. load and use are given the
 /// place in the batch and the row.
+/// Tokens on their way at a time: as many as the registers of kBlocks blocks hold.
+template <bool kWhole>
+inline constexpr int kForwardBatch = kWhole ? 4 : 1;
+template <class T, bool kWhole>
+inline constexpr int kBackwardBatch = kWhole && sizeof(T) == 2 ? 2 : 1;
+
 template <int kBatch, class Load, class Use>
 __device__ __forceinline__ void for_each_row(const Place& at, Load&& load, Use&& use) {
   for (int first = at.row; first - at.row < kActivationTokens; first += kBatch * at.rows) {
@@ -190,92 +224,98 @@ __device__ __forceinline__ float* rstd_address(const ActivationPart& part, const
 
 template <class T, bool kWhole>
 __device__ __forceinline__ void normalise(const ActivationPart& part, const Place& at) {
-  constexpr int kBatch = 4;
   constexpr float kEpsilon = 1e-6f;
-  float x[kBatch][kFeatures];
-  for_each_row<kBatch>(
-      at, [&](int i, int row) { load<T, kWhole>(part.raw, at, row, x[i]); },
+  Piece<T, kWhole> raw[kForwardBatch<kWhole>];
+  for_each_row<kForwardBatch<kWhole>>(
+      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); },
       [&](int i, int row) {
-        float sum = 0.0f;
+        float x[kFeatures], sum = 0.0f;
+        raw[i].widen_to(x);
 #pragma unroll
-        for (int f = 0; f < kFeatures; ++f) sum = fmaf(x[i][f], x[i][f], sum);
+        for (int f = 0; f < kFeatures; ++f) sum = fmaf(x[f], x[f], sum);
         const float rstd = rsqrtf(sum_row(part, sum) + kEpsilon);
 #pragma unroll
-        for (int f = 0; f < kFeatures; ++f) x[i][f] *= rstd;
-        store<T, kWhole>(part.result, at, row, x[i]);
+        for (int f = 0; f < kFeatures; ++f) x[f] *= rstd;
+        store<T, kWhole>(part.result, at, row, x);
         if (part.rstd.data != nullptr && at.feature == 0 && row < at.tokens) *rstd_address(part, at, row) = rstd;
       });
 }
 
 template <class T, bool kWhole>
 __device__ __forceinline__ void normalise_backward(const ActivationPart& part, const Place& at) {
-  constexpr int kBatch = 2;
-  float x[kBatch][kFeatures], dy[kBatch][kFeatures], rstd[kBatch];
-  for_each_row<kBatch>(
+  Piece<T, kWhole> raw[kBackwardBatch<T, kWhole>], d_result[kBackwardBatch<T, kWhole>];
+  float rstd[kBackwardBatch<T, kWhole>];
+  for_each_row<kBackwardBatch<T, kWhole>>(
       at,
       [&](int i, int row) {
-        load<T, kWhole>(part.raw, at, row, x[i]);
-        load<T, kWhole>(part.result, at, row, dy[i]);
+        raw[i] = load<T, kWhole>(part.raw, at, row);
+        d_result[i] = load<T, kWhole>(part.result, at, row);
         rstd[i] = row < at.tokens ? __ldg(rstd_address(part, at, row)) : 0.0f;
       },
       [&](int i, int row) {
-        float along = 0.0f;  // <dy, y>
+        float y[kFeatures], dy[kFeatures], along = 0.0f;  // <dy, y>
+        raw[i].widen_to(y);
+        d_result[i].widen_to(dy);
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
-          x[i][f] *= rstd[i];
-          along = fmaf(dy[i][f], x[i][f], along);
+          y[f] *= rstd[i];
+          along = fmaf(dy[f], y[f], along);
         }
         along = sum_row(part, along);
 #pragma unroll
-        for (int f = 0; f < kFeatures; ++f) x[i][f] = rstd[i] * fmaf(-along, x[i][f], dy[i][f]);
-        store<T, kWhole>(part.d_raw, at, row, x[i]);
+        for (int f = 0; f < kFeatures; ++f) y[f] = rstd[i] * fmaf(-along, y[f], dy[f]);
+        store<T, kWhole>(part.d_raw, at, row, y);
       });
 }
 
 // ---- The gate
 // --------------------------------------------------------------------------------------------------------
 
-/// dt_bias and exp(A_log) of a thread's features.
+/// dt_bias and exp(A_log) of a thread's features: of a vector gate the head's, of a scalar gate each its own.
+template <bool kVector>
 struct GateParameters {
-  float bias[kFeatures], rate[kFeatures];
+  float bias[kFeatures], rates[kVector ? 1 : kFeatures];
+  __device__ __forceinline__ float rate(int f) const { return rates[kVector ? 0 : f]; }
 };
 
-__device__ __forceinline__ GateParameters gate_parameters(const ActivationParams& p, const ActivationPart& part,
-                                                          const Place& at) {
-  GateParameters use;
+template <bool kVector>
+__device__ __forceinline__ GateParameters<kVector> gate_parameters(const ActivationParams& p,
+                                                                   const ActivationPart& part, const Place& at) {
+  GateParameters<kVector> use;
   const std::int64_t first = static_cast<std::int64_t>(at.group) * part.run + at.feature;
   const auto rate_of = [&](std::int64_t head) {
     return p.A_log.data != nullptr ? expf(__ldg(p.A_log.data + head * p.A_log.step)) : 1.0f;
   };
-  const float rate = p.vector_gate ? rate_of(at.group) : 1.0f;
+  if constexpr (kVector) use.rates[0] = rate_of(at.group);
 #pragma unroll
   for (int i = 0; i < kFeatures; ++i) {
     const bool inside = i < at.valid;
     use.bias[i] = inside && p.dt_bias.data != nullptr ? __ldg(p.dt_bias.data + (first + i) * p.dt_bias.step) : 0.0f;
-    use.rate[i] = p.vector_gate || !inside ? rate : rate_of(first + i);
+    if constexpr (!kVector) use.rates[i] = inside ? rate_of(first + i) : 1.0f;
   }
   return use;
 }
 
-template <class T, bool kWhole>
+template <class T, bool kWhole, bool kVector>
 __device__ __forceinline__ void gate(const ActivationParams& p, const ActivationPart& part, const Place& at) {
-  constexpr int kBatch = 4;
-  const GateParameters use = gate_parameters(p, part, at);
-  float x[kBatch][kFeatures];
-  for_each_row<kBatch>(
-      at, [&](int i, int row) { load<T, kWhole>(part.raw, at, row, x[i]); },
+  const GateParameters<kVector> use = gate_parameters<kVector>(p, part, at);
+  Piece<T, kWhole> raw[kForwardBatch<kWhole>];
+  for_each_row<kForwardBatch<kWhole>>(
+      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); },
       [&](int i, int row) {
+        float x[kFeatures];
+        raw[i].widen_to(x);
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
-          const float sum = x[i][f] + use.bias[f];
+          const float sum = x[f] + use.bias[f];
           if (p.bounded) {
-            const float z = use.rate[f] * sum;
-            x[i][f] = p.lower_bound * sigmoid(z, exp_of_distance(z));
+            const float z = use.rate(f) * sum;
+            x[f] = p.lower_bound * sigmoid(z, exp_of_distance(z));
           } else {
-            x[i][f] = -use.rate[f] * softplus(sum, exp_of_distance(sum));
+            x[f] = -use.rate(f) * softplus(sum, exp_of_distance(sum));
           }
         }
-        store<float, kWhole>(part.result, at, row, x[i]);
+        store<float, kWhole>(part.result, at, row, x);
       });
 }
 
@@ -310,50 +350,51 @@ __device__ __forceinline__ void add_block(float x, SharedStorage& shared, float*
   }
 }
 
-template <class T, bool kWhole>
+template <class T, bool kWhole, bool kVector>
 __device__ __forceinline__ void gate_backward(const ActivationParams& p, const ActivationPart& part, const Place& at,
                                               SharedStorage& shared) {
-  constexpr int kBatch = 2;
-  const GateParameters use = gate_parameters(p, part, at);
-  float x[kBatch][kFeatures], dg[kBatch][kFeatures];
-  float bias_sum[kFeatures] = {}, rate_sum[kFeatures] = {};
-  for_each_row<kBatch>(
+  const GateParameters<kVector> use = gate_parameters<kVector>(p, part, at);
+  Piece<T, kWhole> raw[kBackwardBatch<T, kWhole>];
+  Piece<float, kWhole> d_result[kBackwardBatch<T, kWhole>];
+  float bias_sum[kFeatures] = {}, rate_sum[kVector ? 1 : kFeatures] = {};  // of a vector gate the head's
+  for_each_row<kBackwardBatch<T, kWhole>>(
       at,
       [&](int i, int row) {
-        load<T, kWhole>(part.raw, at, row, x[i]);
-        load<float, kWhole>(part.result, at, row, dg[i]);
+        raw[i] = load<T, kWhole>(part.raw, at, row);
+        d_result[i] = load<float, kWhole>(part.result, at, row);
       },
       [&](int i, int row) {
+        float x[kFeatures], dg[kFeatures];
+        raw[i].widen_to(x);
+        d_result[i].widen_to(dg);
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
-          const float sum = x[i][f] + use.bias[f];
+          const float sum = x[f] + use.bias[f];
           float d_raw, d_A_log;
           if (p.bounded) {
-            const float z = use.rate[f] * sum;
-            const float dz = dg[i][f] * p.lower_bound * sigmoid_slope(exp_of_distance(z));
-            d_raw = times_unless_zero(dz, use.rate[f]);
+            const float z = use.rate(f) * sum;
+            const float dz = dg[f] * p.lower_bound * sigmoid_slope(exp_of_distance(z));
+            d_raw = times_unless_zero(dz, use.rate(f));
             d_A_log = times_unless_zero(dz, z);
           } else {
             const float e = exp_of_distance(sum);
-            d_raw = times_unless_zero(dg[i][f], -use.rate[f] * sigmoid(sum, e));
-            d_A_log = times_unless_zero(dg[i][f], -use.rate[f] * softplus(sum, e));
+            d_raw = times_unless_zero(dg[f], -use.rate(f) * sigmoid(sum, e));
+            d_A_log = times_unless_zero(dg[f], -use.rate(f) * softplus(sum, e));
           }
-          x[i][f] = d_raw;
+          x[f] = d_raw;
           bias_sum[f] += d_raw;
-          rate_sum[f] += d_A_log;
+          rate_sum[kVector ? 0 : f] += d_A_log;
         }
-        if (part.d_raw.data != nullptr) store<T, kWhole>(part.d_raw, at, row, x[i]);
+        if (part.d_raw.data != nullptr) store<T, kWhole>(part.d_raw, at, row, x);
       });
   if (p.bias_sums == nullptr) return;
   // Rows and features outside had dg = 0 and added 0.
   add_rows(part, at, bias_sum, shared, p.bias_sums + at.slot * p.bias_width);
   float* rates = p.rate_sums + at.slot * p.rate_width;
-  if (!p.vector_gate) {
-    add_rows(part, at, rate_sum, shared, rates);
+  if constexpr (kVector) {
+    add_block(rate_sum[0], shared, rates + at.group);
   } else {
-    const float sum = ((rate_sum[0] + rate_sum[1]) + (rate_sum[2] + rate_sum[3])) +
-                      ((rate_sum[4] + rate_sum[5]) + (rate_sum[6] + rate_sum[7]));
-    add_block(sum, shared, rates + at.group);
+    add_rows(part, at, rate_sum, shared, rates);
   }
 }
 
@@ -362,36 +403,38 @@ __device__ __forceinline__ void gate_backward(const ActivationParams& p, const A
 
 template <class T, class Result, bool kWhole>
 __device__ __forceinline__ void strength(const ActivationParams& p, const ActivationPart& part, const Place& at) {
-  constexpr int kBatch = 2;
-  float x[kBatch][kFeatures];
-  for_each_row<kBatch>(
-      at, [&](int i, int row) { load<T, kWhole>(part.raw, at, row, x[i]); },
+  Piece<T, kWhole> raw[1];
+  for_each_row<1>(
+      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); },
       [&](int i, int row) {
+        float x[kFeatures];
+        raw[i].widen_to(x);
 #pragma unroll
-        for (int f = 0; f < kFeatures; ++f) {
-          x[i][f] = p.strength_factor * sigmoid(x[i][f], exp_of_distance(x[i][f]));
-        }
-        store<Result, kWhole>(part.result, at, row, x[i]);
+        for (int f = 0; f < kFeatures; ++f) x[f] = p.strength_factor * sigmoid(x[f], exp_of_distance(x[f]));
+        store<Result, kWhole>(part.result, at, row, x);
       });
 }
 
 template <class T, class Result, bool kWhole>
 __device__ __forceinline__ void strength_backward(const ActivationParams& p, const ActivationPart& part,
                                                   const Place& at) {
-  constexpr int kBatch = 2;
-  float x[kBatch][kFeatures], dbeta[kBatch][kFeatures];
-  for_each_row<kBatch>(
+  Piece<T, kWhole> raw[1];
+  Piece<Result, kWhole> d_result[1];
+  for_each_row<1>(
       at,
       [&](int i, int row) {
-        load<T, kWhole>(part.raw, at, row, x[i]);
-        load<Result, kWhole>(part.result, at, row, dbeta[i]);
+        raw[i] = load<T, kWhole>(part.raw, at, row);
+        d_result[i] = load<Result, kWhole>(part.result, at, row);
       },
       [&](int i, int row) {
+        float x[kFeatures], dbeta[kFeatures];
+        raw[i].widen_to(x);
+        d_result[i].widen_to(dbeta);
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
-          x[i][f] = dbeta[i][f] * p.strength_factor * sigmoid_slope(exp_of_distance(x[i][f]));
+          x[f] = dbeta[f] * p.strength_factor * sigmoid_slope(exp_of_distance(x[f]));
         }
-        store<T, kWhole>(part.d_raw, at, row, x[i]);
+        store<T, kWhole>(part.d_raw, at, row, x);
       });
 }
 
@@ -416,7 +459,7 @@ __device__ __forceinline__ void with_layout(const ActivationPart& part, Use&& us
 }
 
 template <Direction kDirection>
-__global__ void __launch_bounds__(kThreads) activation(const __grid_constant__ ActivationParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocks) activation(const __grid_constant__ ActivationParams p) {
   constexpr bool kForward = kDirection == Direction::kForward;
   __shared__ SharedStorage shared;
   // Step 1. The part and the place.
@@ -436,13 +479,21 @@ __global__ void __launch_bounds__(kThreads) activation(const __grid_constant__ A
           normalise_backward<T, kWhole>(part, at);
         }
         break;
-      case PartKind::kGate:
-        if constexpr (kForward) {
-          gate<T, kWhole>(p, part, at);
+      case PartKind::kGate: {
+        const auto of_gate = [&]<bool kVector>() {
+          if constexpr (kForward) {
+            gate<T, kWhole, kVector>(p, part, at);
+          } else {
+            gate_backward<T, kWhole, kVector>(p, part, at, shared);
+          }
+        };
+        if (p.vector_gate) {
+          of_gate.template operator()<true>();
         } else {
-          gate_backward<T, kWhole>(p, part, at, shared);
+          of_gate.template operator()<false>();
         }
         break;
+      }
       case PartKind::kStrength: {
         const auto of_result = [&]<class Result>() {
           if constexpr (kForward) {
