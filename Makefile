@@ -49,11 +49,13 @@ test-python: python
 	$(VENV) pip install -q --force-reinstall --no-deps build/wheel/*.whl
 	OMP_WAIT_POLICY=passive $(VENV) pytest -q python/tests
 
-# numpy is what PyTorch warns without, tqdm and matplotlib what examples/train_lm.py needs; the rest builds and tests.
+# numpy is what PyTorch warns without, tqdm and matplotlib what examples/train_lm.py needs, FLA and transformers what the
+# package is patched into; the rest builds and tests.
 build/venv/ready:
 	@cmake/install-packages $(PYTHON_PACKAGES)
 	$(PYTHON) -m venv build/venv
-	$(VENV) pip install -q --disable-pip-version-check torch numpy tqdm matplotlib pytest 'scikit-build-core>=0.10'
+	$(VENV) pip install -q --disable-pip-version-check torch numpy tqdm matplotlib pytest 'scikit-build-core>=0.10' \
+	  flash-linear-attention==0.6.0 transformers==5.24.0
 	touch $@
 
 build/ruff/ready:

@@ -6,7 +6,8 @@ The functions take Flash Linear Attention's arguments, on CPU and CUDA tensors::
 
     o, final_state = chunk_kda(q, k, v, g, beta)
 
-Everything that computes is C++ and CUDA; the operators below the functions are ``torch.ops.rewy``.
+``patch_fla()`` and ``patch_transformers()`` make the layers of those packages use them. Everything that computes is C++
+and CUDA; the operators below the functions are ``torch.ops.rewy``.
 """
 
 import torch as _torch  # noqa: F401  # its library must be loaded before the module that uses it
@@ -14,6 +15,7 @@ import torch as _torch  # noqa: F401  # its library must be loaded before the mo
 from ._C import version as __version__
 from ._call import explain
 from .chunk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gdn2, chunk_kda
+from .patch import patch_fla, patch_transformers, unpatch_fla, unpatch_transformers
 from .recurrent import (
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
@@ -32,4 +34,8 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn2",
     "fused_recurrent_kda",
+    "patch_fla",
+    "patch_transformers",
+    "unpatch_fla",
+    "unpatch_transformers",
 ]
