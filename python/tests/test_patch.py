@@ -376,7 +376,7 @@ def test_a_type_that_is_not_served(fla):
 def test_a_backward_that_is_not_served(fla, monkeypatch):
     answers = "kda forward: cuda serves it\nkda backward: cuda declines: too small\nkda backward: cpu declines: serves "
     text = answers + "cpu tensors only\nkda backward: no backend serves it\n"
-    monkeypatch.setattr(rewy.patch.chunk, "explain", lambda *_, **__: text)
+    monkeypatch.setattr(rewy.patch, "explain", lambda *_, **__: text)
     inputs = tensors("kda", Case())
     with rewy.patch_fla():
         with warnings.catch_warnings():
