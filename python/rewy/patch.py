@@ -31,8 +31,6 @@ Function = Callable[..., Any]
 _TENSORS = ("q", "k", "v", "g", "beta", "b", "w")
 # These tell FLA how to compute, not what.
 _HINTS = frozenset({"cu_seqlens_cpu", "chunk_indices", "safe_gate"})
-# FLA reads these where use_gate_in_kernel is set and ignores them elsewhere.
-_GATE = ("A_log", "dt_bias", "lower_bound")
 # These change what FLA returns or promises. transformers hands arguments on by name, where FLA's function has the name.
 _NOT_HERE = frozenset({"cp_context", "return_intermediate_states", "use_graph"})
 _CHUNK_SIZE = 64  # FLA's default, and the only one here
@@ -184,12 +182,8 @@ class _Translation:
             given["state_v_first"] = given.pop("transpose_state_layout")
         if given.get("chunk_size") == _CHUNK_SIZE:
             del given["chunk_size"]
-        if given.get("use_gate_in_kernel"):
-            if given.get("A_log") is None and given.get("lower_bound") is None:
-                return "use_gate_in_kernel is set and A_log is not"
-        else:
-            for name in _GATE:
-                given.pop(name, None)
+        if given.get("use_gate_in_kernel") and given.get("A_log") is None and given.get("lower_bound") is None:
+            return "use_gate_in_kernel is set and A_log is not"
         if "head_first" in given:  # FLA has functions that refuse it whatever it is
             return "argument 'head_first'"
         for name, value in list(given.items()):
@@ -199,8 +193,6 @@ class _Translation:
                 if not self.forgives or name in _NOT_HERE:
                     return f"argument '{name}'"
                 del given[name]
-            elif name in self.switches:
-                given[name] = bool(value)
         if "beta" in self.tensors and "beta" not in given and "beta" not in self.required:
             given["beta"] = torch.ones_like(given["v"][..., 0])
         for name in self.tensors:
