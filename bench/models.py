@@ -15,9 +15,12 @@ time       forward (with the loss) and whole backward (loss.backward(), nothing 
            from the geometric mean of the quotients.
 operator   the same for one attention operator alone, with the arguments that a layer in the middle gave it, its fused
            normalisation and gates included. Times the layers it is the operator's share of the model.
-gradients  of all parameters, one step, same weights and batch: the relative difference of each, in the L2 norm. FLA's
-           against FLA's own of a second run says what is not reproducible.
-curves     losses of some AdamW updates from the same weights on the same text, one side after the other.
+gradients  of all parameters, one step, same weights and batch: the relative difference of each, in the L2 norm, for
+           the whole depth and for --shallow layers. What BF16 rounds differently in one layer grows in those that
+           follow, so that the difference alone says little in a deep model: both sides are also compared with a step
+           in which the operator runs on the CPU in FP32. FLA's second run says what is not reproducible.
+curves     losses of some AdamW updates from the same weights on the same text, one side after the other; of a model
+           with --curve-layers.
 
 FLA tunes its kernels at first use; bench/tune_fla.py does that beforehand. FLA refuses GDN's backward on Hopper with
 Triton 3.4.0 to 3.7.0; --fla-times-only: bench/time_fla.py says what it does. Gradients and curves are then left out.
@@ -286,7 +289,7 @@ def operator_arguments(trial, name):
 
 def operator_row(trial, repeats):
     torch = trial.torch
-    work = {}
+    work, kept = {}, []
     for name in SIDES:
         function, kwargs = operator_arguments(trial, name)
         inputs = [value for value in kwargs.values() if hasattr(value, "requires_grad") and value.requires_grad]
@@ -311,6 +314,7 @@ def operator_row(trial, repeats):
 
         with side(name):
             replays = time_fla.captured(alone, trial.stream), time_fla.captured(backward, trial.stream)
+        kept.append((kwargs, output, d_o))  # what the graphs read
         work[name] = lambda replays=replays: {"forward": replays[0](), "backward": replays[1]()}
     return timed_row(alternate(work, repeats), repeats)
 
@@ -328,34 +332,66 @@ def relative(other, one):
     return difference / norm if norm else (float("inf") if difference else 0.0)
 
 
+@contextlib.contextmanager
+def exact(trial):
+    """Inside, the layers' operator runs on the CPU in FP32, which is exact beside the roundings of BF16."""
+    import rewy
+    torch = trial.torch
+    where, attribute = OPERATORS[trial.name]
+    module = importlib.import_module(where)
+    with rewy.patch_fla():
+        function = getattr(module, attribute)
+
+        def on_cpu(**kwargs):
+            q = kwargs["q"]
+            moved = {key: value.float().cpu() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+                     for key, value in kwargs.items()}
+            with torch.autocast(DEVICE, enabled=False):
+                o, state = function(**moved)
+            return o.to(q.device, q.dtype), state
+
+        setattr(module, attribute, on_cpu)
+        try:
+            yield
+        finally:
+            setattr(module, attribute, function)
+
+
+def compared(others, ones):
+    """How far gradients are from others, by parameter."""
+    errors = {key: relative(others[key], ones[key]) for key in ones}
+    whole = (sum((others[key].double() - ones[key].double()).norm().item() ** 2 for key in errors)
+             / sum(ones[key].double().norm().item() ** 2 for key in errors)) ** 0.5
+    worst = max(errors, key=errors.get)
+    return errors, {"max": errors[worst], "worst": worst, "median": statistics.median(errors.values()), "whole": whole}
+
+
 def gradients_row(trial, bar):
     torch = trial.torch
 
-    def gradients(name):
-        with torch.cuda.stream(trial.stream), side(name):
+    def gradients(inside):
+        with torch.cuda.stream(trial.stream), inside:
             loss = trial.step().item()
         out = {key: p.grad for key, p in trial.model.named_parameters() if p.grad is not None}
         trial.clear()
         return loss, out
 
     with torch.cuda.stream(trial.stream):
-        loss, fla = gradients("fla")
-        _, again = gradients("fla")
+        loss, fla = gradients(side("fla"))
+        _, again = gradients(side("fla"))
         itself = max(relative(again[key], fla[key]) for key in fla)
         del again
-        rewy_loss, ours = gradients("rewy")
+        rewy_loss, ours = gradients(side("rewy"))
         if fla.keys() != ours.keys():
             raise RuntimeError(f"gradients of one side only: {', '.join(sorted(fla.keys() ^ ours.keys())[:5])}")
-        errors = {key: relative(ours[key], fla[key]) for key in fla}
-        whole = (sum((ours[key].double() - fla[key].double()).norm().item() ** 2 for key in errors)
-                 / sum(fla[key].double().norm().item() ** 2 for key in errors)) ** 0.5
+        errors, between = compared(ours, fla)
+        exact_loss, truth = gradients(exact(trial))
+        off = {"fla": compared(fla, truth)[1], "rewy": compared(ours, truth)[1]}
     kinds = {}
     for key, error in errors.items():
         kinds[kind_of(key)] = max(error, kinds.get(kind_of(key), 0))
-    worst = max(errors, key=errors.get)
-    return {"loss": {"fla": loss, "rewy": rewy_loss}, "parameters": len(errors), "bar": bar,
-            "max_relative_difference": errors[worst], "worst_parameter": worst,
-            "median_relative_difference": statistics.median(errors.values()), "whole_relative_difference": whole,
+    return {"loss": {"fla": loss, "rewy": rewy_loss, "exact": exact_loss}, "compared": len(errors), "bar": bar,
+            "difference": between, "off_exact": off,
             "above_bar": sorted(key for key, error in errors.items() if not error <= bar),
             "fla_against_itself": itself, "by_kind": dict(sorted(kinds.items(), key=lambda item: -item[1]))}
 
@@ -459,6 +495,11 @@ def measure(a, parts, names, lengths, save):
             continue
         if "gradients" in parts and not unchecked:
             row({**about, "part": "gradients", "T": lengths[0]}, lambda: gradients_row(trial, a.bar))
+            shallow = Trial(name, a.shallow)
+            shallow.draw(lengths[0])
+            row({**about, "layers": a.shallow, "parameters": shallow.parameters(), "part": "gradients",
+                 "T": lengths[0]}, lambda: gradients_row(shallow, a.bar))
+            del shallow
         for length in lengths:
             trial.draw(length)
             if "time" in parts:
@@ -471,9 +512,12 @@ def measure(a, parts, names, lengths, save):
             trial.clear()
             gc.collect()
             torch.cuda.empty_cache()
-        if "curves" in parts and not unchecked:
-            row({**about, "part": "curves", "T": lengths[0]}, lambda: curve_row(trial, lengths[0], updates))
         del trial
+        if "curves" in parts and not unchecked:
+            learner = Trial(name, a.curve_layers)
+            row({**about, "layers": a.curve_layers, "parameters": learner.parameters(), "part": "curves",
+                 "T": lengths[0]}, lambda: curve_row(learner, lengths[0], updates))
+            del learner
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -495,6 +539,8 @@ def main():
                         help="default: 2048,8192; gradients and curves take the first")
     parser.add_argument("--parts", type=listed(PARTS), default=list(PARTS), help="default: " + ",".join(PARTS))
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--shallow", type=int, default=2, help="layers of the second comparison of gradients")
+    parser.add_argument("--curve-layers", type=int, default=LAYERS, help="layers of the models of the loss curves")
     parser.add_argument("--repeats", type=int, default=20, help="observations a side; a third of them in eager mode")
     parser.add_argument("--updates", type=int, default=50, help="of a loss curve")
     parser.add_argument("--bar", type=float, default=0.02,
@@ -520,7 +566,8 @@ def main():
         new = []
         results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
                    "command": command_line("bench/models.py", ("--models", "--lengths", "--parts", "--layers",
-                                                               "--repeats", "--updates", "--seconds"),
+                                                               "--shallow", "--curve-layers", "--repeats",
+                                                               "--updates", "--seconds"),
                                            ("--fla-times-only", "--quick")),
                    "machine": {"gpu": torch.cuda.get_device_name(), "driver": driver()}, "versions": versions(),
                    "setup": {"layers": LAYERS, "hidden": HIDDEN, "mlp": MLP, "heads": HEADS, "width": WIDTH,

@@ -13,7 +13,7 @@ def rows_of(results, part, mode=None, whole=True):
     """The rows, by model and length; those of models with all layers unless told otherwise."""
     rows = [row for row in results["rows"] if row["part"] == part and row.get("mode") == mode
             and (row["layers"] == results["setup"]["layers"] or not whole)]
-    return sorted(rows, key=lambda row: (ORDER.index(row["model"]), row["T"]))
+    return sorted(rows, key=lambda row: (ORDER.index(row["model"]), -row["layers"], row["T"]))
 
 
 def name_of(row):
@@ -125,22 +125,27 @@ def render(results):
                   "wrong; its check was taken out for the timing (`--fla-times-only`)."]
 
     gradients = []
-    for row in rows_of(results, "gradients"):
+    percent = lambda value: f"{100 * value:.2f}%"
+    for row in rows_of(results, "gradients", whole=False):
+        about = [name_of(row), str(row["layers"]), str(row["T"])]
         if "failed" in row:
-            gradients.append(shape_of(row, f"failed: {row['failed']}") + ["-"] * 5)
+            gradients.append([*about, f"failed: {row['failed']}"] + ["-"] * 6)
         else:
-            gradients.append([name_of(row), str(row["T"]), f"{100 * row['max_relative_difference']:.2f}%",
-                              f"`{row['worst_parameter']}`", f"{100 * row['median_relative_difference']:.2f}%",
-                              f"{100 * row['whole_relative_difference']:.2f}%",
-                              f"{len(row['above_bar'])} of {row['parameters']}",
-                              f"{100 * row['fla_against_itself']:.2f}%"])
+            one, fla, rewy = row["difference"], row["off_exact"]["fla"], row["off_exact"]["rewy"]
+            gradients.append([*about, f"{percent(one['max'])} (`{one['worst']}`)", percent(one["median"]),
+                              f"{len(row['above_bar'])} of {row['compared']}", percent(fla["median"]),
+                              percent(rewy["median"]), percent(fla["max"]), percent(rewy["max"])])
     if gradients:
-        bar = next((f"{100 * row['bar']:g}%" for row in rows_of(results, "gradients") if "bar" in row), "the bar")
+        bar = next((f"{100 * row['bar']:g}%" for row in rows_of(results, "gradients", whole=False) if "bar" in row),
+                   "the bar")
+        again = max((row["fla_against_itself"] for row in rows_of(results, "gradients", whole=False)
+                     if "failed" not in row), default=0)
         lines += ["", "### Gradients of all parameters, one step", "",
-                  "||g_rewy - g_FLA|| / ||g_FLA|| by parameter, same weights and batch. The last column is FLA against "
-                  "a second run of itself.", ""]
-        lines += table(["model", "T", "maximum", "in", "median", "all as one vector", f"above {bar}", "FLA twice"],
-                       gradients)
+                  "Relative differences by parameter, in the L2 norm, same weights and batch. *Exact* is the same step "
+                  "with the operator on the CPU in FP32: what BF16 rounds differently in one layer grows in those that "
+                  f"follow, on both sides. FLA against a second run of itself: at most {percent(again)}.", ""]
+        lines += table(["model", "layers", "T", "rewy against FLA: maximum", "median", f"above {bar}",
+                        "against exact, median: FLA", "rewy", "maximum: FLA", "rewy"], gradients)
 
     rows = [row for row in rows_of(results, "curves", whole=False) if "failed" not in row]
     if rows:

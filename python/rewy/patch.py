@@ -120,6 +120,8 @@ def _with_rows(t: Tensor) -> Tensor:
     """`t`, copied where its rows are not as a GPU reads them here. FLA copies whatever is not contiguous."""
     if t.device.type != "cuda" or t.dim() < 2:
         return t
+    if torch.compiler.is_compiling():  # which cannot trace where a tensor begins
+        return t if t.is_contiguous() else t.clone(memory_format=torch.contiguous_format)
     step = _ROW_ALIGNMENT // t.element_size()
     fits = t.stride(-1) == 1 and t.storage_offset() % step == 0
     for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):

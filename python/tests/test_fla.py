@@ -213,8 +213,6 @@ class Gate(torch.nn.Module):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_on_cpu_tensors(kind):
     """A layer without the parts that need a GPU: gradients everywhere, and token by token what one pass gives."""
-    if not hasattr(rewy, "fused_recurrent_kda"):
-        pytest.skip("decoding is not built yet")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ShortConvolution")
         layer = layer_of(kind, use_short_conv=False)

