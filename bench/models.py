@@ -19,6 +19,8 @@ gradients  of all parameters, one step, same weights and batch: the relative dif
            the whole depth and for --shallow layers. What BF16 rounds differently in one layer grows in those that
            follow, so that the difference alone says little in a deep model: both sides are also compared with a step
            in which the operator runs on the CPU in FP32. FLA's second run says what is not reproducible.
+layers     the same of each attention layer by itself: its input and its output's gradient are those of a step with
+           FLA's operators, so that nothing of the layers around it differs.
 curves     losses of some AdamW updates from the same weights on the same text, one side after the other; of a model
            with --curve-layers.
 
@@ -48,7 +50,7 @@ from run_cuda import ROOT, command_line, commit_of_tree, driver, file_name, geom
 LAYERS, HIDDEN, MLP, HEADS, WIDTH, VOCABULARY = 24, 2048, 5632, 16, 128, 32000
 LENGTHS = (2048, 8192)
 SIDES = ("fla", "rewy")
-PARTS = ("time", "operator", "gradients", "curves")
+PARTS = ("time", "operator", "gradients", "layers", "curves")
 OPERATORS = {  # the function that a layer calls, where the layer looks it up
     "kda": ("fla.layers.kda", "chunk_kda"),
     "gdn": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"),
@@ -323,7 +325,7 @@ def operator_row(trial, repeats):
 
 def kind_of(name):
     """A parameter's name without the number of its layer."""
-    return re.sub(r"^model\.layers\.\d+\.", "", name)
+    return re.sub(r"^(model\.layers\.)?\d+\.", "", name)
 
 
 def relative(other, one):
@@ -366,6 +368,55 @@ def compared(others, ones):
     return errors, {"max": errors[worst], "worst": worst, "median": statistics.median(errors.values()), "whole": whole}
 
 
+def about_differences(ours, fla, truth, bar):
+    """What a row says of both sides' gradients and the exact ones."""
+    errors, between = compared(ours, fla)
+    kinds = {}
+    for key, error in errors.items():
+        kinds[kind_of(key)] = max(error, kinds.get(kind_of(key), 0))
+    return {"compared": len(errors), "bar": bar, "difference": between,
+            "off_exact": {"fla": compared(fla, truth)[1], "rewy": compared(ours, truth)[1]},
+            "above_bar": sorted(key for key, error in errors.items() if not error <= bar),
+            "by_kind": dict(sorted(kinds.items(), key=lambda item: -item[1]))}
+
+
+def layers_row(trial, bar):
+    torch = trial.torch
+    layers = [block.attn for block in trial.model.model.layers]
+    calls, d_outputs, hooks = {}, {}, []
+    for i, layer in enumerate(layers):
+        def before(_, args, kwargs, i=i):
+            x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            calls[i] = x.detach().clone(), {key: value for key, value in kwargs.items() if key != "hidden_states"}
+
+        def after(_, args, output, i=i):
+            output[0].register_hook(lambda d_output: d_outputs.__setitem__(i, d_output.detach().clone()))
+
+        hooks += [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
+    with torch.cuda.stream(trial.stream), side("fla"):
+        trial.step()
+    trial.clear()
+    for hook in hooks:
+        hook.remove()
+
+    def gradients(inside):
+        out = {}
+        with torch.cuda.stream(trial.stream), inside:
+            for i, layer in enumerate(layers):
+                x = calls[i][0].requires_grad_()
+                with torch.autocast(DEVICE, torch.bfloat16):
+                    y = layer(hidden_states=x, **calls[i][1])[0]
+                y.backward(d_outputs[i])
+                out |= {f"{i}.{key}": p.grad for key, p in layer.named_parameters() if p.grad is not None}
+                out[f"{i}.input"] = x.grad
+                x.grad = None
+            trial.clear()
+        return out
+
+    with torch.cuda.stream(trial.stream):
+        return about_differences(gradients(side("rewy")), gradients(side("fla")), gradients(exact(trial)), bar)
+
+
 def gradients_row(trial, bar):
     torch = trial.torch
 
@@ -384,16 +435,9 @@ def gradients_row(trial, bar):
         rewy_loss, ours = gradients(side("rewy"))
         if fla.keys() != ours.keys():
             raise RuntimeError(f"gradients of one side only: {', '.join(sorted(fla.keys() ^ ours.keys())[:5])}")
-        errors, between = compared(ours, fla)
         exact_loss, truth = gradients(exact(trial))
-        off = {"fla": compared(fla, truth)[1], "rewy": compared(ours, truth)[1]}
-    kinds = {}
-    for key, error in errors.items():
-        kinds[kind_of(key)] = max(error, kinds.get(kind_of(key), 0))
-    return {"loss": {"fla": loss, "rewy": rewy_loss, "exact": exact_loss}, "compared": len(errors), "bar": bar,
-            "difference": between, "off_exact": off,
-            "above_bar": sorted(key for key, error in errors.items() if not error <= bar),
-            "fla_against_itself": itself, "by_kind": dict(sorted(kinds.items(), key=lambda item: -item[1]))}
+        return {"loss": {"fla": loss, "rewy": rewy_loss, "exact": exact_loss}, "fla_against_itself": itself,
+                **about_differences(ours, fla, truth, bar)}
 
 
 # Loss curves.
@@ -406,7 +450,7 @@ def text_of_repository():
     return b"".join(path.read_bytes() for path in sorted(paths))
 
 
-def curve_row(trial, length, updates, rate=3e-4):
+def curve_row(trial, length, updates, rate=1e-4, warmup=20):
     torch = trial.torch
     text = torch.frombuffer(bytearray(text_of_repository()), dtype=torch.uint8).long()
     starts = torch.randint(0, len(text) - length, (updates,), generator=torch.Generator().manual_seed(3))
@@ -417,21 +461,25 @@ def curve_row(trial, length, updates, rate=3e-4):
         for name in SIDES:
             optimizer = torch.optim.AdamW(trial.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1,
                                           fused=True)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1, (update + 1) / warmup))
             observed = []
             with side(name):
                 for batch in batches:
                     trial.tokens = batch[None]
                     observed.append(trial.step())
+                    torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0)
                     optimizer.step()
+                    schedule.step()
             losses[name] = torch.stack(observed).tolist()
-            del optimizer
+            del optimizer, schedule
             trial.clear()
             with torch.no_grad():
                 for p, start in zip(trial.model.parameters(), weights):
                     p.copy_(start)
     differences = [abs(a - b) for a, b in zip(losses["fla"], losses["rewy"])]
     at = max(range(updates), key=differences.__getitem__)
-    return {"updates": updates, "optimizer": f"AdamW, rate {rate:g}, betas 0.9 and 0.95, weight decay 0.1",
+    return {"updates": updates, "optimizer": f"AdamW, rate {rate:g} after {warmup} updates of warm-up, betas 0.9 and 0.95, weight decay 0.1, "
+                         "gradients clipped to norm 1",
             "text": f"bytes of this repository's documents and sources ({len(text)})", "loss": losses,
             "max_difference": differences[at], "max_difference_at": at + 1,
             "max_relative_difference": max(d / abs(a) for d, a in zip(differences, losses["fla"]))}
@@ -500,6 +548,8 @@ def measure(a, parts, names, lengths, save):
             row({**about, "layers": a.shallow, "parameters": shallow.parameters(), "part": "gradients",
                  "T": lengths[0]}, lambda: gradients_row(shallow, a.bar))
             del shallow
+        if "layers" in parts and not unchecked:
+            row({**about, "part": "layers", "T": lengths[0]}, lambda: layers_row(trial, a.bar))
         for length in lengths:
             trial.draw(length)
             if "time" in parts:

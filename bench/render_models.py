@@ -124,28 +124,36 @@ def render(results):
         lines += ["", "*FLA refuses to run this backward with this Triton version, because the gradients would be "
                   "wrong; its check was taken out for the timing (`--fla-times-only`)."]
 
-    gradients = []
     percent = lambda value: f"{100 * value:.2f}%"
-    for row in rows_of(results, "gradients", whole=False):
-        about = [name_of(row), str(row["layers"]), str(row["T"])]
-        if "failed" in row:
-            gradients.append([*about, f"failed: {row['failed']}"] + ["-"] * 6)
-        else:
+
+    def differences(rows):
+        bar = next((f"{100 * row['bar']:g}%" for row in rows if "bar" in row), "the bar")
+        cells = []
+        for row in rows:
+            about = [name_of(row), str(row["layers"]), str(row["T"])]
+            if "failed" in row:
+                cells.append([*about, f"failed: {row['failed']}"] + ["-"] * 6)
+                continue
             one, fla, rewy = row["difference"], row["off_exact"]["fla"], row["off_exact"]["rewy"]
-            gradients.append([*about, f"{percent(one['max'])} (`{one['worst']}`)", percent(one["median"]),
-                              f"{len(row['above_bar'])} of {row['compared']}", percent(fla["median"]),
-                              percent(rewy["median"]), percent(fla["max"]), percent(rewy["max"])])
-    if gradients:
-        bar = next((f"{100 * row['bar']:g}%" for row in rows_of(results, "gradients", whole=False) if "bar" in row),
-                   "the bar")
-        again = max((row["fla_against_itself"] for row in rows_of(results, "gradients", whole=False)
-                     if "failed" not in row), default=0)
-        lines += ["", "### Gradients of all parameters, one step", "",
-                  "Relative differences by parameter, in the L2 norm, same weights and batch. *Exact* is the same step "
-                  "with the operator on the CPU in FP32: what BF16 rounds differently in one layer grows in those that "
-                  f"follow, on both sides. FLA against a second run of itself: at most {percent(again)}.", ""]
-        lines += table(["model", "layers", "T", "rewy against FLA: maximum", "median", f"above {bar}",
-                        "against exact, median: FLA", "rewy", "maximum: FLA", "rewy"], gradients)
+            cells.append([*about, f"{percent(one['max'])} (`{one['worst']}`)", percent(one["median"]),
+                          f"{len(row['above_bar'])} of {row['compared']}", percent(fla["median"]),
+                          percent(rewy["median"]), percent(fla["max"]), percent(rewy["max"])])
+        return table(["model", "layers", "T", "rewy against FLA: maximum", "median", f"above {bar}",
+                      "against exact, median: FLA", "rewy", "maximum: FLA", "rewy"], cells)
+
+    rows = rows_of(results, "layers")
+    if rows:
+        lines += ["", "### Gradients of each attention layer by itself", "",
+                  "Relative differences of the gradients of a layer's parameters and input, in the L2 norm, where its "
+                  "input and its output's gradient are those of a step of the whole model with FLA's operators. "
+                  "*Exact* has the operator on the CPU in FP32.", "", *differences(rows)]
+    rows = rows_of(results, "gradients", whole=False)
+    if rows:
+        again = max((row["fla_against_itself"] for row in rows if "failed" not in row), default=0)
+        lines += ["", "### Gradients of all parameters, one step of the whole model", "",
+                  "Same weights and batch. What BF16 rounds differently in one layer grows in those that follow, in the "
+                  "model around the operators as well: each of the three is as far from the others. FLA against a "
+                  f"second run of itself: at most {percent(again)}.", "", *differences(rows)]
 
     rows = [row for row in rows_of(results, "curves", whole=False) if "failed" not in row]
     if rows:
