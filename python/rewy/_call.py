@@ -42,10 +42,9 @@ _REST = """
             of any shape; optional. lower_bound: below 0. The three are ignored without use_gate_in_kernel.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that. Not for b and w.
 
-    Tensors may have any strides on a CPU; on a GPU the rows of v, b, w and of q, k and g that are not activated are
-    contiguous and 16-byte aligned. q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. Under autocast
-    they, b and w are cast to its type. States, A_log, dt_bias and a g that is not raw are converted to FP32 where they
-    are not (FP64 with FP64 tensors).
+{tensors}
+    Under autocast q, k, v, b and w are cast to its type. States, A_log, dt_bias and a g that is not raw are converted to
+    FP32 where they are not (FP64 with FP64 tensors).
 
     Returns:
         (o, final_state): o is [B, T, HV, V] in the type of v; final_state is None unless asked for.
@@ -54,7 +53,13 @@ _REST = """
         ValueError: a shape, a device, a width or an offset is wrong. Nothing has been computed.
         TypeError: an argument is not a tensor, or its element type is wrong.
 """
-
+_TENSORS_BY_CHUNKS = """\
+    q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. On a CPU K and V are any numbers and tensors have
+    any strides; on a GPU K and V are multiples of 8 up to 256, and the rows of v, b, w and of q, k and g that are not
+    activated are contiguous and 16-byte aligned."""
+_TENSORS_BY_TOKENS = """\
+    q, k and v have one type: FP32, BF16 or FP16, on a CPU FP64 too. Tensors have any strides, K and V are any numbers,
+    on a GPU K up to 256 - but where gradients are needed, whatever the function by chunks asks for."""
 
 _TOKENS = """
     The state goes in and comes out, and nothing needs memory but the results. Any number of tokens is served; for more
@@ -70,7 +75,10 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         _OPERATORS[function] = op, schedule
-        parts = (_STATES, _TRAINING, _REST) if schedule == "chunks" else (_TOKENS, _STATES, _REST)
+        if schedule == "chunks":
+            parts = (_STATES, _TRAINING, _REST.format(tensors=_TENSORS_BY_CHUNKS))
+        else:
+            parts = (_TOKENS, _STATES, _REST.format(tensors=_TENSORS_BY_TOKENS))
         function.__doc__ = (function.__doc__ or "").rstrip() + "\n" + "".join(parts)
         return function
 
