@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS ?= $(shell nproc)
 
 PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
-BENCH_PACKAGES = python3 libbenchmark-dev libopenblas-dev python3
+BENCH_PACKAGES = python3 libbenchmark-dev libopenblas-dev
 SOURCES = git -c safe.directory='*' ls-files '*.cpp' '*.h' '*.cu' '*.cuh'
 # The Python package is tested in an environment of its own, with PyTorch from PyPI: some gigabytes, once. It is built
 # without CUDA, which takes minutes, unless PYTHON_CUDA=ON.
@@ -42,8 +42,8 @@ test: build
 python: build/venv/ready
 	@cmake/install-packages $(PACKAGES)
 	rm -rf build/wheel
-	$(VENV) pip wheel -q --no-build-isolation --no-deps -w build/wheel -C build-dir=build/python \
-	  -C cmake.define.REWY_CUDA=$(PYTHON_CUDA) .
+	$(VENV) pip wheel -q --no-build-isolation --no-deps -w build/wheel --config-settings=build-dir=build/python \
+	  --config-settings=cmake.define.REWY_CUDA=$(PYTHON_CUDA) .
 
 test-python: python
 	$(VENV) pip install -q --force-reinstall --no-deps build/wheel/*.whl

@@ -5,7 +5,7 @@
     venv/bin/python bench/compare_transformers.py --rewy build/rewy --json compare.json
 
 The other side is `torch_chunk_gated_delta_rule` of transformers' Qwen3-Next, chunked PyTorch that runs when no GPU kernel
-is installed. Its conventions, and how they meet this library's:
+is installed: with FLA in the environment it would be FLA's. Its conventions, and how they meet this library's:
 
     query, key   [B, T, H, K]     q, k; use_qk_l2norm_in_kernel=False, so both sides get keys normalised beforehand
     value        [B, T, HV, V]    v

@@ -247,6 +247,7 @@ bool print_against(const std::vector<Comparison>& ours, const nlohmann::json& th
 int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json& report) {
   Layer layer = LayerReader(path).read(o);
   const Problem& p = layer.data.problem;
+  std::fflush(stdout);  // of the file before, so that both streams read in order where they are one
   for (const std::string& warning : layer.warnings) {
     std::fprintf(stderr, "rewy: %s: warning: %s\n", path.c_str(), warning.c_str());
   }

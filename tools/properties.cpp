@@ -105,8 +105,7 @@ Call segment(Call call, std::int64_t index, std::int64_t begin, std::int64_t cou
   return call;
 }
 
-// ---- Bits that must not change
-// ---------------------------------------------------------------------------------------
+// ---- Bits that must not change --------------------------------------------------------------------------------------
 
 void deterministic(const PropertySetting& s) {
   for (const char* text :
@@ -321,8 +320,7 @@ void nan_stays(const PropertySetting& s) {
   }
 }
 
-// ---- Values that must be exact
-// ---------------------------------------------------------------------------------------
+// ---- Values that must be exact --------------------------------------------------------------------------------------
 
 void empty_passes_through(const PropertySetting& s) {
   for (const char* text : {"B=2 T=0 H=1 K=24 V=40 h0=1 dht=1", "packed=0,0,0 H=1 K=24 V=40 h0=1 dht=1",
@@ -435,8 +433,7 @@ void beta_zero_writes_nothing(const PropertySetting& s) {
   if (!forward_alone(s)) require_all("dv with beta = 0", r["dv"], is_zero);
 }
 
-// ---- Equal within rounding
-// -------------------------------------------------------------------------------------------
+// ---- Equal within rounding ------------------------------------------------------------------------------------------
 
 void zero_gate_is_ungated(const PropertySetting& s) {
   // GDN2 with b = w = beta, and every gate 0, is the ungated rule.
@@ -520,8 +517,7 @@ void graphs_agree(const PropertySetting& s) {
   }
 }
 
-// ---- Refusals
-// --------------------------------------------------------------------------------------------------------
+// ---- Refusals -------------------------------------------------------------------------------------------------------
 
 void bad_calls_refused(const PropertySetting& s) {
   const Data data = make_data(parse(s, "T=128 packed=64,64 H=2 HV=4 K=16 h0=1"));
@@ -561,8 +557,7 @@ void bad_calls_refused(const PropertySetting& s) {
   if (forward_alone(s)) refused("policy save", [](Call& c) { c.problem.policy = Policy::kSave; });
 }
 
-// ---- A GPU's ways to run
-// ----------------------------------------------------------------------------------------------
+// ---- A GPU's ways to run --------------------------------------------------------------------------------------------
 
 /// Three packed calls of one shape, with other contents and other offsets each.
 std::vector<Data> three_contents(const PropertySetting& s) {
@@ -606,8 +601,7 @@ void beyond_32_bits(const PropertySetting& s) {
   check_huge(s.op, options_of(s));
 }
 
-// ---- Around the operators
-// ----------------------------------------------------------------------------------------------
+// ---- Around the operators -------------------------------------------------------------------------------------------
 
 void activations_agree(const PropertySetting& s) {
   check_activation(s.op, options_of(s));

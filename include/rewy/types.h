@@ -61,7 +61,7 @@ struct Device {
 
 /// What the forward leaves for the backward (docs/math.md, section 5).
 enum class Policy : std::uint8_t {
-  kRecompute,  ///< A = M^-1 of every chunk; the backward recomputes R and the chunk states (docs/math.md: and Cq).
+  kRecompute,  ///< A = M^-1 of every chunk, on a GPU Cq too; the backward recomputes R, the chunk states, on a CPU Cq.
   kSave        ///< A, Cq, R and the chunk states; the backward recomputes none of them.
 };
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _ops
 
@@ -34,18 +35,18 @@ _TRAINING = """\
         safe_gate: accepted, and changes nothing: results are exact for gates of any size.
 """
 _REST = """
-    What a layer projects may go in as it is; the activations run inside the call, in FP32, and gradients go through:
+    What a layer projects may go in as it is, by those of these options that the signature has; the activations run
+    inside the call, in FP32, and gradients go through:
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum_k x_k^2 + 1e-6).
         use_gate_in_kernel: g is raw, and with x = g + dt_bias the log decay is -exp(A_log) softplus(x), or
             lower_bound sigmoid(exp(A_log) x) where a lower_bound is given.
         A_log: HV numbers of any shape, only with a lower_bound optional. dt_bias: as many numbers as g has for a token,
             of any shape; optional. lower_bound: below 0. The three are ignored without use_gate_in_kernel.
-        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that. Not for b and w.
+        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
 
-    Tensors may have any strides on a CPU; on a GPU the rows of v, b, w and of q, k and g that are not activated are
-    contiguous and 16-byte aligned. q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. Under autocast
-    they, b and w are cast to its type. States, A_log, dt_bias and a g that is not raw are converted to FP32 where they
-    are not (FP64 with FP64 tensors).
+{tensors}
+    With FP64 all tensors are FP64. Under autocast q, k, v, b and w are cast to its type. States, A_log, dt_bias and a g
+    that is not raw are converted to FP32 where they are not.
 
     Returns:
         (o, final_state): o is [B, T, HV, V] in the type of v; final_state is None unless asked for.
@@ -54,7 +55,14 @@ _REST = """
         ValueError: a shape, a device, a width or an offset is wrong. Nothing has been computed.
         TypeError: an argument is not a tensor, or its element type is wrong.
 """
-
+_TENSORS_BY_CHUNKS = """\
+    q, k and v have one type: BF16 or FP16, on a CPU FP32 and FP64 too. On a CPU K and V are any numbers, and tensors
+    have any strides. On a GPU K and V are multiples of 8 up to 256, and the rows of v, b, w and of q, k and g that are
+    not activated are contiguous and 16-byte aligned."""
+_TENSORS_BY_TOKENS = """\
+    q, k and v have one type: FP32, BF16 or FP16, on a CPU FP64 too; b and w FP32, BF16 or FP16, whatever q is. Tensors
+    have any strides, K and V are any numbers, on a GPU K up to 256. Where gradients are needed, what the function by
+    chunks asks for holds instead."""
 
 _TOKENS = """
     The state goes in and comes out, and nothing needs memory but the results. Any number of tokens is served; for more
@@ -70,7 +78,10 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         _OPERATORS[function] = op, schedule
-        parts = (_STATES, _TRAINING, _REST) if schedule == "chunks" else (_TOKENS, _STATES, _REST)
+        if schedule == "chunks":
+            parts = (_STATES, _TRAINING, _REST.format(tensors=_TENSORS_BY_CHUNKS))
+        else:
+            parts = (_TOKENS, _STATES, _REST.format(tensors=_TENSORS_BY_TOKENS))
         function.__doc__ = (function.__doc__ or "").rstrip() + "\n" + "".join(parts)
         return function
 
@@ -153,11 +164,20 @@ def arguments(
     )  # fmt: skip
 
 
+def _refuse_tangents(call: tuple[Any, ...]) -> None:
+    """Forward-mode derivatives. PyTorch would leave them out without a word where no tensor requires a gradient."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in call):
+        raise NotImplementedError("rewy: forward-mode derivatives (torch.func.jvp, forward_ad) are not supported")
+
+
 def run(op: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
     call = arguments(op, *tensors, **options)
     if torch.compiler.is_compiling():
         o, final_state = _ops.forward(*call)[:2]
     else:
+        _refuse_tangents(call)
         try:
             differentiated = call[_ops.POLICY] != "none"
             o, final_state = _ops.Differentiable.apply(*call) if differentiated else _ops.forward(*call)[:2]

@@ -216,10 +216,10 @@ def chunk_gdn2(
         o_i  = scale S_i^T q_i
 
     Args:
-        q, k: [B, T, H, K] queries and keys. Keys are normalised as a rule: beta k.k must not exceed 2.
+        q, k: [B, T, H, K] queries and keys. Keys are normalised as a rule: (b * k).k must not exceed 2.
         v: [B, T, HV, V] values. HV is a multiple of H, value head h reads query and key head h // (HV / H).
         g: [B, T, HV, K] natural log of the decay, g <= 0; -inf forgets the state.
-        b: [B, T, HV, K] erase strength, in the type of w; on a GPU the type of q.
+        b: [B, T, HV, K] erase strength; FP32, BF16 or FP16, on a GPU the type of q.
         w: [B, T, HV, V] write strength, in the type of b.
     """
     return run(

@@ -368,6 +368,9 @@ def patch_fla() -> Patched:
     Patching again changes nothing, and the inner one of two nested blocks ends without effect. It holds for all threads
     of the process: patch before starting those that compute.
 
+    Returns:
+        A context whose end undoes the patching; it holds until then, or until `unpatch_fla`.
+
     Raises:
         ImportError: FLA is not installed, or cannot be imported.
     """
@@ -437,6 +440,9 @@ def patch_transformers(*models: torch.nn.Module) -> Patched:
     Args:
         models: made before, by a version of transformers whose layers keep the functions as attributes. Versions from
             5.17 on look them up when they run, and need none.
+
+    Returns:
+        A context whose end undoes the patching; it holds until then, or until `unpatch_transformers`.
 
     Raises:
         ImportError: transformers is not installed, or cannot be imported.

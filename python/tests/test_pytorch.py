@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import rewy
@@ -102,6 +103,25 @@ def test_function_transforms_are_refused(device, dtype):
     q, *rest = tensors("kda", Case(), device, dtype)
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda q: rewy.chunk_kda(q, *rest)[0].float().sum())(q)
+
+
+@pytest.mark.parametrize("function", [rewy.chunk_kda, rewy.fused_recurrent_kda])
+def test_forward_mode_is_refused(function, device, dtype):
+    q, *rest = tensors("kda", Case(), device, dtype)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: function(q, *rest)[0], (q,), (torch.ones_like(q),))
+    with forward_ad.dual_level():
+        assert not function(q, *rest)[0].isnan().any()  # a tangent of another tensor is no reason
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap(device, dtype):
+    q, *rest = tensors("kda", Case(), device, dtype)
+    batch = torch.stack([q, -q, 2 * q])
+    o = torch.func.vmap(lambda q: rewy.chunk_kda(q, *rest)[0])(batch)
+    assert_same_bits([*o], [rewy.chunk_kda(q, *rest)[0] for q in batch])
 
 
 def test_backward_twice_needs_retain_graph(device, dtype):

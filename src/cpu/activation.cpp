@@ -115,8 +115,7 @@ HWY_INLINE FloatVec times_unless_zero(FloatVec d, FloatVec value) {
   return hn::IfThenZeroElse(hn::Eq(d, hn::Zero(tag)), hn::Mul(d, value));
 }
 
-// ---- Queries and keys
-// ------------------------------------------------------------------------------------------------
+// ---- Queries and keys -----------------------------------------------------------------------------------------------
 
 void normalise(int64_t K, const TensorView& raw, const TensorView& result, const TensorView& rstd_view, int64_t batch,
                int64_t token, int64_t head) {
@@ -170,8 +169,7 @@ void normalise_backward(int64_t K, const TensorView& raw, const TensorView& rstd
   }
 }
 
-// ---- The gate
-// --------------------------------------------------------------------------------------------------------
+// ---- The gate -------------------------------------------------------------------------------------------------------
 
 /// What a run of a gate has for all tokens: dt_bias and exp(A_log), by feature.
 struct GateParameters {
@@ -281,8 +279,7 @@ void gate_backward(const ActivationPlan& plan, int64_t batch, int64_t begin, int
   });
 }
 
-// ---- The strength
-// ----------------------------------------------------------------------------------------------------
+// ---- The strength ---------------------------------------------------------------------------------------------------
 
 void strength_forward(const ActivationPlan& plan, int64_t batch, int64_t token) {
   const FloatTag d;
@@ -319,8 +316,7 @@ void strength_backward(const ActivationPlan& plan, int64_t batch, int64_t token)
   }
 }
 
-// ---- A tile
-// ----------------------------------------------------------------------------------------------------------
+// ---- A tile ---------------------------------------------------------------------------------------------------------
 
 /// Tokens [64 tile, 64 tile + 64) of one batch row; slot = batch * tiles + tile.
 void activation_tile(const ActivationPlan& plan, int64_t slot) {

@@ -135,8 +135,7 @@ void zero_rest(const Problem& p, const TensorView& offsets, std::initializer_lis
   }
 }
 
-// ---- one task: a sequence and a query head
-// ---------------------------------------------------------------------------
+// ---- one task: a sequence and a query head --------------------------------------------------------------------------
 
 /// FP64 copies of one thread's task. The longest sequence of a packed call is not known ahead; T bounds it.
 struct Buffers {

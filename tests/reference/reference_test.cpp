@@ -407,8 +407,7 @@ TEST_P(EveryOperator, PublicBackwardMatchesFiniteDifferences) {
   }
 }
 
-// ---- sequences and states
-// --------------------------------------------------------------------------------------------
+// ---- sequences and states -------------------------------------------------------------------------------------------
 
 TEST_P(EveryOperator, EmptySegmentsPassStatesThroughAndUnusedRowsAreZero) {
   const Case c = packed_case(GetParam());
@@ -602,8 +601,7 @@ TEST(Propagation, NanReachesWhatReadsItAndNothingElse) {
   }
 }
 
-// ---- element types and strides
-// -----------------------------------------------------------------------------------------
+// ---- element types and strides --------------------------------------------------------------------------------------
 
 /// o = scale * v for one token with q = k = beta = 1 and no state.
 template <class Storage>
@@ -720,8 +718,7 @@ TEST(Strides, AreHonoured) {
   }
 }
 
-// ---- what it serves
-// --------------------------------------------------------------------------------------------------
+// ---- what it serves -------------------------------------------------------------------------------------------------
 
 TEST(Support, DeclinesOnlyDerivativeGraphs) {
   Problem p{.op = Operator::kKda, .T = 100, .K = 3, .V = 5, .dtype = DType::kF64, .strength_dtype = DType::kF64};

@@ -63,8 +63,7 @@ __device__ __forceinline__ Place locate(const ActivationParams& p, const Activat
   return at;
 }
 
-// ---- Eight features of a token
-// ---------------------------------------------------------------------------------------
+// ---- Eight features of a token --------------------------------------------------------------------------------------
 
 template <class T>
 __device__ __forceinline__ float widen(T x) {
@@ -176,8 +175,7 @@ __device__ __forceinline__ void for_each_row(const Place& at, Load&& load, Use&&
   }
 }
 
-// ---- The functions
-// ---------------------------------------------------------------------------------------------------
+// ---- The functions --------------------------------------------------------------------------------------------------
 
 /// e = exp(-|x|), which never overflows: all that follows is made of it.
 __device__ __forceinline__ float exp_of_distance(float x) {
@@ -208,8 +206,7 @@ __device__ __forceinline__ float times_unless_zero(float d, float value) {
   return d == 0.0f ? 0.0f : __fmul_rn(d, value);  // not joined with the sum that follows in some instances only
 }
 
-// ---- Queries and keys
-// ------------------------------------------------------------------------------------------------
+// ---- Queries and keys -----------------------------------------------------------------------------------------------
 
 /// Step 3. Over the threads of a row, in a tree.
 __device__ __forceinline__ float sum_row(const ActivationPart& part, float x) {
@@ -268,8 +265,7 @@ __device__ __forceinline__ void normalise_backward(const ActivationPart& part, c
       });
 }
 
-// ---- The gate
-// --------------------------------------------------------------------------------------------------------
+// ---- The gate -------------------------------------------------------------------------------------------------------
 
 /// dt_bias and exp(A_log) of a thread's features: of a vector gate the head's, of a scalar gate each its own.
 template <bool kVector>
@@ -398,8 +394,7 @@ __device__ __forceinline__ void gate_backward(const ActivationParams& p, const A
   }
 }
 
-// ---- The strength
-// ----------------------------------------------------------------------------------------------------
+// ---- The strength ---------------------------------------------------------------------------------------------------
 
 template <class T, class Result, bool kWhole>
 __device__ __forceinline__ void strength(const ActivationParams& p, const ActivationPart& part, const Place& at) {
@@ -438,8 +433,7 @@ __device__ __forceinline__ void strength_backward(const ActivationParams& p, con
       });
 }
 
-// ---- Kernels
-// ---------------------------------------------------------------------------------------------------------
+// ---- Kernels --------------------------------------------------------------------------------------------------------
 
 /// Calls use.operator()<T, kWhole>(): the same for all threads of a block.
 template <class Use>

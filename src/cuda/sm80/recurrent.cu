@@ -50,8 +50,7 @@ struct Place {
   int column;  ///< the lane's first
 };
 
-// ---- Four neighbours of a row
-// ----------------------------------------------------------------------------------------
+// ---- Four neighbours of a row ---------------------------------------------------------------------------------------
 
 /// As stored; of 16-bit elements the first two words.
 __device__ __forceinline__ uint4 load_four(const void* data, std::int64_t at, std::int64_t step, DType type, int valid,
@@ -110,8 +109,7 @@ __device__ __forceinline__ void store_four(void* data, std::int64_t at, std::int
   }
 }
 
-// ---- The state
-// -------------------------------------------------------------------------------------------------------
+// ---- The state ------------------------------------------------------------------------------------------------------
 
 /// [group][feature][column] of a lane; zero outside [K, V].
 using State = float[kGroups][kFour][kFour];
@@ -179,8 +177,7 @@ __device__ __forceinline__ void store_state(const RecurrentParams& p, const Plac
       [](float x, float* to) { *to = x; });
 }
 
-// ---- A token
-// ---------------------------------------------------------------------------------------------------------
+// ---- A token --------------------------------------------------------------------------------------------------------
 
 /// What a lane loads of one token, as stored.
 template <class C>
@@ -306,8 +303,7 @@ __device__ __forceinline__ void update(const RecurrentParams& p, const Token<C>&
   }
 }
 
-// ---- The kernel
-// ------------------------------------------------------------------------------------------------------
+// ---- The kernel -----------------------------------------------------------------------------------------------------
 
 /// Entry i of cu_seqlens, clamped to [0, T].
 __device__ __forceinline__ std::int64_t offset_at(const RecurrentParams& p, std::int64_t i) {
