@@ -129,7 +129,9 @@ def summarise(rows):
 def render(results):
     us = lambda timed: f"{timed['median_us']:.1f}"
     v, machine = results["versions"], results["machine"]
-    lines = [f"{machine['gpu']}, driver {machine['driver']}, {results['date']}, commit {results['commit']}. Command: "
+    lines = ["### Function against function", "",
+             "The operators' functions as users import them, in one process, in turn. "
+             f"{machine['gpu']}, driver {machine['driver']}, {results['date']}, commit {results['commit']}. Command: "
              f"`{results['command']}`. torch {v['torch']}, Triton {v['triton']}, fla-core {v['fla-core']}. BF16, "
              "K = V = 128. Both sides through PyTorch's autograd, replayed from CUDA graphs in turn; medians. Largest "
              "difference: of the two sides' outputs and gradients, in the L2 norm.", ""]

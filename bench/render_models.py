@@ -151,9 +151,10 @@ def render(results):
     if rows:
         again = max((row["fla_against_itself"] for row in rows if "failed" not in row), default=0)
         lines += ["", "### Gradients of all parameters, one step of the whole model", "",
-                  "Same weights and batch. What BF16 rounds differently in one layer grows in those that follow, in the "
-                  "model around the operators as well: each of the three is as far from the others. FLA against a "
-                  f"second run of itself: at most {percent(again)}.", "", *differences(rows)]
+                  "Same weights and batch. What BF16 rounds differently in one layer grows in those that follow, and "
+                  "the rest of the model rounds to BF16 as well: two steps that both are right differ by this much, "
+                  "FLA and this library from one another and each from the exact operator. FLA against a second run of "
+                  f"itself: at most {percent(again)}.", "", *differences(rows)]
 
     rows = [row for row in rows_of(results, "curves", whole=False) if "failed" not in row]
     if rows:

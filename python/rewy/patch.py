@@ -376,8 +376,6 @@ def patch_fla() -> Patched:
     """
     with _fla.lock:
         for name, (where, keywords) in _FLA_FUNCTIONS.items():
-            if _ours(name) is None:
-                continue
             try:
                 original = getattr(importlib.import_module(where), name, None)
             except ImportError as error:

@@ -149,6 +149,8 @@ def test_explain_says_why_a_backend_declines():
     assert "gdn2 forward: cpu declines: " in text and "gdn2 backward: reference serves it\n" in text
     with pytest.raises(ValueError, match="expected a multiple of H = 2, got 3"):
         rewy.explain(rewy.chunk_kda, *tensors("kda", Case(HV=3)))
+    with pytest.raises(ValueError, match="argument 'q': expected a tensor on cpu or cuda, got one on meta"):
+        rewy.explain(rewy.chunk_kda, *(t.to("meta") for t in tensors("kda", Case())))
     with pytest.raises(ValueError, match=r"^rewy.explain: expected one of chunk_delta_rule, "):
         rewy.explain(torch.add, torch.zeros(1))
 
