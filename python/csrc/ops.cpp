@@ -139,6 +139,9 @@ struct Call {
   std::array<std::int64_t, 3> activated_shape() const {
     return {problem.B, problem.T, activated_bytes_of_token(activation)};
   }
+  std::size_t activated_bytes() const {
+    return static_cast<std::size_t>(problem.B * problem.T * activated_bytes_of_token(activation));
+  }
   void activate(const Tensors& t, const Activated& made) const {
     rewy::activate(activation,
                    {.in = raw(t),
@@ -212,10 +215,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   const bool keeps = call.differentiated && call.execution.schedule == Schedule::kChunks;
 
   const std::int64_t o_shape[] = {p.B, p.T, p.HV, p.V}, none[] = {0};
-  Tensor activated = allocate_kept(none, device);
+  Tensor activated;
   Activated made;
   if (call.activates()) {
-    activated = allocate_kept(call.activated_shape(), device);
+    activated = call.keeps_activated() ? allocate_kept(call.activated_shape(), device)
+                                       : allocate_workspace(call.activated_bytes(), device);
     made = lay_out(call.activation, activated, device);
   }
   ForwardArgs args{.in = call.inputs(tensors, made)};
@@ -234,7 +238,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
     call.activate(tensors, made);
   }
   forward(p, args, call.execution);
-  if (!call.keeps_activated()) activated = allocate_kept(none, device);
+  if (!(call.activates() && call.keeps_activated())) activated = allocate_kept(none, device);
   return {o, final_state, saved, activated};
 }
 
@@ -288,9 +292,9 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   Activated made, d_made;  // d_made: the gradients of `made`
   OptionalTensor d_activated;
   if (call.activates()) {
-    if (!call.keeps_activated()) activated = allocate_kept(call.activated_shape(), device);
+    if (!call.keeps_activated()) activated = allocate_workspace(call.activated_bytes(), device);
     made = lay_out(a, activated, device);
-    d_activated = allocate_kept(call.activated_shape(), device);
+    d_activated = allocate_workspace(call.activated_bytes(), device);
     d_made = lay_out(a, *d_activated, device);
   }
   BackwardArgs args{.in = call.inputs(tensors, made)};
