@@ -23,7 +23,7 @@ extern const ActivationEntry kReferenceActivation;  // src/reference/
 
 /// "activation backward", the first words of every message.
 std::string operation(const Activation&, Direction);
-/// "an activation of dtype bf16, gate bf16, strength bf16 with K = 128 on cuda", of the parts there are
+/// "an activation of dtype bf16, gate_dtype bf16, strength_dtype bf16, K = 128 on cuda", of the parts there are
 std::string describe(const Activation&, const Execution&);
 
 /// All throw rewy::Error. The first checks what the size function needs, the others the tensors and memory of a call
