@@ -272,6 +272,7 @@ class _Patch:
 
     def __init__(self, *packages: str) -> None:
         self.active = False
+        self.owner: Patched | None = None  # whose end undoes it
         self.packages = packages
         self.lock = threading.RLock()
         # By the id of an original: it, and what replaces it.
@@ -300,14 +301,15 @@ class _Patch:
         with self.lock:
             for constant in (_declined, _decline):  # marks them; not at import, as it imports the compiler
                 torch.compiler.assume_constant_result(constant)
-            patched = Patched(None if self.active else self)
+            patched = Patched(self)
             self.rebind({key: replacement for key, (_, replacement) in self.replacements.items()})
-            self.active = True
+            if not self.active:
+                self.active, self.owner = True, patched
             return patched
 
     def remove(self) -> None:
         with self.lock:
-            self.active = False  # for those who hold a replacement elsewhere
+            self.active, self.owner = False, None  # for those who hold a replacement elsewhere
             self.rebind({id(replacement): original for original, replacement in self.replacements.values()})
             self.layers.clear()
             _warned.clear()
@@ -315,16 +317,22 @@ class _Patch:
 
 
 class Patched(contextlib.AbstractContextManager["Patched"]):
-    """What a call of `patch_fla` or `patch_transformers` has patched; leaving it as a context undoes that."""
+    """What a call of `patch_fla` or `patch_transformers` has patched; leaving it as a context undoes that, once."""
 
-    def __init__(self, patch: _Patch | None) -> None:
+    def __init__(self, patch: _Patch) -> None:
         self._patch = patch
+
+    def __enter__(self) -> Patched:
+        if not self._patch.active:
+            raise RuntimeError("rewy: what this call patched has been undone; a new block begins with a new call")
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._patch is not None:
-            self._patch.remove()
+        with self._patch.lock:
+            if self._patch.owner is self:
+                self._patch.remove()
 
 
 # ---- FLA -----------------------------------------------------------------------------------------------------------

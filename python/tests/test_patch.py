@@ -175,6 +175,24 @@ def test_blocks_and_repetition(fla):
     rewy.unpatch_fla()
 
 
+def test_a_block_undoes_what_it_began(fla):
+    original = theirs("kda")
+    first = rewy.patch_fla()
+    rewy.unpatch_fla()
+    with pytest.raises(RuntimeError, match="has been undone"), first:
+        pass
+    rewy.patch_fla()
+    with first:  # whose own patch has ended: the other one stays
+        assert theirs("kda") is not original
+    assert theirs("kda") is not original
+    rewy.unpatch_fla()
+    with rewy.patch_fla() as block:
+        assert isinstance(block, type(first))
+    with pytest.raises(RuntimeError, match="has been undone"), block:
+        pass
+    assert theirs("kda") is original
+
+
 def test_a_kept_replacement_does_what_theirs_does(fla):
     inputs = tensors("kda", Case())
     with rewy.patch_fla():
