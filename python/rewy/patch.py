@@ -76,6 +76,11 @@ def _miniature(
 @functools.lru_cache(maxsize=4096)
 def _why_not(function: str, differentiated: bool, device: torch.device, *described: Any) -> str | None:
     """Why a call is not served, backward included where it is differentiated; None if it is."""
+    dtypes = dict(described[1])
+    for first, *others in (("q", "k", "v"), ("b", "w")):  # those that explain does not read
+        for other in others:
+            if first in dtypes and dtypes[other] != dtypes[first]:
+                return f"{other} is not of {first}'s type"
     with torch.autocast(device.type, enabled=False):
         try:
             text = explain(_ours(function), **_miniature(function, device, *described))

@@ -19,7 +19,7 @@ import torch
 
 import rewy
 import rewy.patch
-from recurrence import FUNCTIONS, Case, assert_same_bits, leaves, tensors
+from recurrence import FUNCTIONS, NAMES, Case, assert_same_bits, leaves, tensors
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs/pytorch.md"
 # Each function as FLA 0.6 defines it: arguments in their order, a result that says who gave it and what came.
@@ -392,6 +392,15 @@ def test_a_type_that_is_not_served(fla):
     inputs = [t.int() for t in tensors("kda", Case())]
     with rewy.patch_fla(), pytest.warns(UserWarning, match="argument 'dtype': expected f64, f32, bf16 or f16, got i32"):
         assert fla.chunk_kda(*inputs)[0] == "theirs"
+
+
+@pytest.mark.parametrize(("package", "name"), [("kda", "k"), ("gated_delta_rule", "v"), ("gdn2", "w")])
+def test_types_that_are_mixed(package, name, fla):
+    """Kernels that widen whatever they load take them; a layer that worked so far does not fail."""
+    given = dict(zip(NAMES[OPS[package]], tensors(OPS[package], Case()), strict=True))
+    given[name] = given[name].bfloat16()
+    with rewy.patch_fla(), pytest.warns(UserWarning, match=f": {name} is not of [qb]'s type$"):
+        assert theirs(package)(**given)[0] == "theirs"
 
 
 def test_a_backward_that_is_not_served(fla, monkeypatch):
