@@ -174,10 +174,10 @@ def _refuse_tangents(call: tuple[Any, ...]) -> None:
 
 def run(op: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
     call = arguments(op, *tensors, **options)
+    _refuse_tangents(call)
     if torch.compiler.is_compiling():
         o, final_state = _ops.forward(*call)[:2]
     else:
-        _refuse_tangents(call)
         try:
             differentiated = call[_ops.POLICY] != "none"
             o, final_state = _ops.Differentiable.apply(*call) if differentiated else _ops.forward(*call)[:2]
