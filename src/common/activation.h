@@ -1,6 +1,7 @@
 // What a backend is to the activation's dispatch (activation.cpp), and the sizes all of them share.
 #pragma once
 
+#include <cmath>
 #include <string>
 
 #include "rewy/activation.h"
@@ -31,6 +32,11 @@ std::string describe(const Activation&, const Execution&);
 void validate(const Activation&, Direction, const Execution& = {});
 void validate(const Activation&, const ActivateArgs&, const Execution&, std::size_t bytes);
 void validate(const Activation&, const ActivateBackwardArgs&, const Execution&, std::size_t bytes);
+
+/// Whether FP32 has the lower bound, if there is one: times a sigmoid that has vanished, infinity would be NaN.
+inline bool bound_fits_fp32(const Activation& a) {
+  return std::isfinite(static_cast<float>(a.lower_bound.value_or(0)));
+}
 
 /// Numbers of a token's raw gate, and of dt_bias.
 inline std::int64_t gate_width(const Activation& a) {

@@ -415,7 +415,8 @@ void lay_out(ActivationPlan& plan, Arena& arena) {
 std::string declines_cpu(const Activation& a, Direction, const Execution&) {
   const bool wide = (a.normalise && a.dtype == DType::kF64) || (a.gate != Gate::kNone && a.gate_dtype == DType::kF64) ||
                     (a.strength && a.strength_dtype == DType::kF64);
-  return wide ? "dtype f64 is the reference's (this one computes in FP32)" : "";
+  if (wide) return "dtype f64 is the reference's (this one computes in FP32)";
+  return bound_fits_fp32(a) ? "" : "lower_bound is beyond the range of FP32";
 }
 
 std::size_t bytes_cpu(const Activation& a, Direction direction, const Execution&) {

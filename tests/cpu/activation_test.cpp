@@ -110,6 +110,14 @@ TEST(CpuActivation, RatesBeyondTheRange) {
   }
 }
 
+TEST(CpuActivation, DeclinesABoundBeyondTheRange) {
+  Activation a{.T = 1, .gate = Gate::kScalar, .lower_bound = -1e39};
+  const auto backend = [&] { return explain(a, Direction::kForward, {}).backend; };
+  EXPECT_EQ(backend(), "reference");
+  a.lower_bound = -3e38;
+  EXPECT_EQ(backend(), "cpu");
+}
+
 TEST(CpuActivation, StrengthsReachTheirEnds) {
   std::vector<float> raw{200, -200, 0, kInfinity, -kInfinity, kNan}, beta(6), dbeta(6, 1), d_raw(6);
   const Activation a{.T = 1, .HV = 6, .strength = true, .allow_negative_eigenvalues = true};
