@@ -58,6 +58,11 @@ WRONG = {
         "argument 'g': expected a tensor of shape [2, 64, 2, 32], got none",
     ),
     "a number": (lambda a: a.update(k=1.0), TypeError, "argument 'k': expected a tensor, got float"),
+    "no number": (
+        lambda a: a.update(scale=torch.ones(())),
+        TypeError,
+        "argument 'scale': expected a number, got Tensor",
+    ),
     "a list": (lambda a: a.update(beta=[1.0]), TypeError, "argument 'beta': expected a tensor, got list"),
     "state": (
         lambda a: a.update(initial_state=torch.zeros(2, 2, 24, 32, device=a["q"].device)),
