@@ -6,6 +6,7 @@ What that one does not serve runs as before, and a warning says once why.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -81,9 +82,14 @@ def _why_not(function: str, differentiated: bool, device: torch.device, *describ
         for other in others:
             if first in dtypes and dtypes[other] != dtypes[first]:
                 return f"{other} is not of {first}'s type"
-    with torch.autocast(device.type, enabled=False):
+
+    def ask() -> str:
+        return explain(_ours(function), **_miniature(function, device, *described))
+
+    # PyTorch's modes belong to a thread: in one of its own autocast casts nothing, and nobody traces the miniature.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         try:
-            text = explain(_ours(function), **_miniature(function, device, *described))
+            text = thread.submit(ask).result()
         except (NotImplementedError, TypeError, ValueError) as refusal:
             return str(refusal)
     lines = [line.partition(": ") for line in text.splitlines()]
@@ -213,10 +219,11 @@ class _Translation:
     def described(self, given: dict[str, Any]) -> tuple[Any, ...] | None:
         """What decides whether a call is served, and is the same for calls of other lengths: constants all.
 
-        None where a tensor is none, or q or v has not four axes, which the call itself says better.
+        None where a tensor is none, or q or v has not four axes, which the call itself says better; and where there are
+        shapes alone.
         """
         q, v = given["q"], given["v"]
-        if not (all(isinstance(given[name], Tensor) for name in self.tensors) and q.dim() == v.dim() == 4):
+        if not (all(isinstance(given[name], Tensor) for name in self.tensors) and q.dim() == v.dim() == 4) or q.is_meta:
             return None
         dtypes, settings, differentiated = [], [], False
         for name, value in given.items():
@@ -240,7 +247,7 @@ class _Translation:
                 given[name] = _with_rows(given[name])
         tensors = [given.pop(name) for name in self.tensors]
         kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-        if torch.is_autocast_enabled(kind):  # which does not change types inside FLA's functions
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # which does not change types inside FLA's functions
             with torch.autocast(kind, enabled=False):
                 return _ours(self.function)(*tensors, **given)
         return _ours(self.function)(*tensors, **given)

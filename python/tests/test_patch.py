@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import rewy
 import rewy.patch
@@ -455,6 +457,29 @@ def test_compiled(fla, dynamic, device, dtype, no_fallback):
                 (results[0].float().sum() + results[1].sum()).backward()
             assert_same_bits(list(actual), list(expected))
             assert_same_bits([t.grad for t in inputs], [t.grad for t in expected_inputs])
+
+
+def test_traced_without_memory(fla, device, dtype, no_fallback):
+    """By torch.export, make_fx and FakeTensorMode, and with shapes alone: whether a call is served is no operation."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return fla.chunk_kda(*inputs)[0]
+
+    inputs = tensors("kda", Case(), device, dtype)
+    with rewy.patch_fla():
+        expected = Module()(*inputs)
+    for tracer in (lambda: torch.export.export(Module(), tuple(inputs), strict=False).module(),
+                   lambda: make_fx(Module(), tracing_mode="real")(*inputs)):  # fmt: skip
+        with rewy.patch_fla():  # asks anew
+            program = tracer()
+        assert torch.equal(program(*inputs), expected)
+        called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        assert called == {"rewy.forward.default", "<built-in function getitem>"}
+    with rewy.patch_fla(), FakeTensorMode() as mode:
+        assert Module()(*(mode.from_tensor(t) for t in inputs)).shape == expected.shape
+    with rewy.patch_fla():
+        assert Module()(*(t.to("meta") for t in inputs)).shape == expected.shape
 
 
 def test_compiled_without_being_served(fla):
