@@ -266,6 +266,16 @@ Tensor readable(const Tensor& d_o, Device device, const std::string& name) {
   return torch::stable::copy_(copy, d_o);
 }
 
+/// Refuses what cannot be bytes that a forward kept: at least `least`, as they lay.
+void expect_kept(const Tensor& t, std::int64_t least, const std::string& name, const char* argument) {
+  if (!t.is_contiguous() || t.element_size() != 1) {
+    throw Error(name, argument, "bytes without gaps, as the forward left them", "another tensor");
+  }
+  if (t.numel() < least) {
+    throw Error(name, argument, "at least " + std::to_string(least) + " bytes", std::to_string(t.numel()));
+  }
+}
+
 std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTensor d_final_state, Tensor q, Tensor k,
                                 Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b, OptionalTensor w,
                                 OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
@@ -285,10 +295,16 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   call.execution.stream = scope.stream();
   const Bytes bytes = workspace_bytes(p, Direction::kBackward, call.execution);
 
+  expect_kept(saved, 0, name, "saved");  // a call without any makes them again
+
   Activated made, d_made;  // d_made: the gradients of `made`
   OptionalTensor d_activated;
   if (call.activates()) {
-    if (!call.keeps_activated()) activated = allocate_kept(call.activated_shape(), device);
+    if (call.keeps_activated()) {
+      expect_kept(activated, p.B * p.T * activated_bytes_of_token(a), name, "activated");
+    } else {
+      activated = allocate_kept(call.activated_shape(), device);
+    }
     made = lay_out(a, activated, device);
     d_activated = allocate_kept(call.activated_shape(), device);
     d_made = lay_out(a, *d_activated, device);

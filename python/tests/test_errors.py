@@ -132,6 +132,29 @@ def test_tensors_on_two_devices(cuda):
         rewy.chunk_kda(q, k.to(cuda), v, g, beta)
 
 
+def test_a_backward_reads_only_what_was_kept():
+    """The operator itself, with less than the forward gave: nothing is read behind it."""
+    q, k, v, g, beta = tensors("kda", Case())
+    inputs = (q, k, v, g, beta, *[None] * 6)
+    options = {"normalise": True}
+    o, _, saved, activated = torch.ops.rewy.forward("kda", *inputs, policy="save", **options)
+
+    def backward(saved, activated):
+        return torch.ops.rewy.backward("kda", o, None, *inputs, saved, activated, None, False, "save", 1, **options)
+
+    assert backward(saved, activated)[0].shape == q.shape
+    size = activated.numel()
+    for kept, text in (
+        ((saved, activated[:, :3]), f"'activated': expected at least {size} bytes, got {3 * size // 64}"),
+        ((saved, activated.transpose(1, 2)), "'activated': expected bytes without gaps, as the forward left them"),
+        ((saved, activated.float()), "'activated': expected bytes without gaps"),
+        ((saved.transpose(0, 1).flip(0)[:, :, ::2], activated), "'saved': expected bytes without gaps"),
+        ((saved[:, :1], activated), "'saved': expected "),
+    ):
+        with pytest.raises(RuntimeError, match=f"^kda backward: argument {text}"):
+            backward(*kept)
+
+
 def test_unknown_and_positional_options():
     inputs = tensors("kda", Case())
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunksize'"):
