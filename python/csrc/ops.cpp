@@ -207,11 +207,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   const DeviceScope scope(device);
   call.execution.stream = scope.stream();
   const Bytes bytes = workspace_bytes(p, Direction::kForward, call.execution);
-  if (call.differentiated) {  // a backward that nothing serves is refused now, not after the model's forward
-    Execution by_chunks = call.execution;
-    by_chunks.schedule = Schedule::kChunks;
-    static_cast<void>(workspace_bytes(p, Direction::kBackward, by_chunks));
-  }
+  Execution by_chunks = call.execution;  // as the backward goes
+  by_chunks.schedule = Schedule::kChunks;
+  // A backward that nothing serves is refused now, not after the model's forward.
+  if (call.differentiated) static_cast<void>(workspace_bytes(p, Direction::kBackward, by_chunks));
   const bool keeps = call.differentiated && call.execution.schedule == Schedule::kChunks;
 
   const std::int64_t o_shape[] = {p.B, p.T, p.HV, p.V}, none[] = {0};
@@ -233,8 +232,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);
-  if (call.activates()) {
-    validate(p, args, call.execution, bytes);  // all of a call is checked before anything is launched
+  if (call.differentiated) check_inputs(p, Direction::kBackward, args.in, by_chunks);
+  if (call.activates()) {  // all of a call is checked before anything is launched
+    validate(p, args, call.execution, bytes);
+    check_inputs(p, Direction::kForward, args.in, call.execution);
     call.activate(tensors, made);
   }
   forward(p, args, call.execution);
@@ -270,6 +271,16 @@ Tensor readable(const Tensor& d_o, Device device, const std::string& name) {
   return torch::stable::copy_(copy, d_o);
 }
 
+/// Refuses what cannot be bytes that a forward kept: at least `least`, as they lay.
+void expect_kept(const Tensor& t, std::int64_t least, const std::string& name, const char* argument) {
+  if (!t.is_contiguous() || t.element_size() != 1) {
+    throw Error(name, argument, "bytes without gaps, as the forward left them", "another tensor");
+  }
+  if (t.numel() < least) {
+    throw Error(name, argument, "at least " + std::to_string(least) + " bytes", std::to_string(t.numel()));
+  }
+}
+
 std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTensor d_final_state, Tensor q, Tensor k,
                                 Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b, OptionalTensor w,
                                 OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
@@ -289,10 +300,16 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   call.execution.stream = scope.stream();
   const Bytes bytes = workspace_bytes(p, Direction::kBackward, call.execution);
 
+  expect_kept(saved, 0, name, "saved");  // a call without any makes them again
+
   Activated made, d_made;  // d_made: the gradients of `made`
   OptionalTensor d_activated;
   if (call.activates()) {
-    if (!call.keeps_activated()) activated = allocate_workspace(call.activated_bytes(), device);
+    if (call.keeps_activated()) {
+      expect_kept(activated, p.B * p.T * activated_bytes_of_token(a), name, "activated");
+    } else {
+      activated = allocate_workspace(call.activated_bytes(), device);
+    }
     made = lay_out(a, activated, device);
     d_activated = allocate_workspace(call.activated_bytes(), device);
     d_made = lay_out(a, *d_activated, device);

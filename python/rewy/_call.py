@@ -140,6 +140,9 @@ def arguments(
                     ("A_log", A_log), ("dt_bias", dt_bias), ("cu_seqlens", cu_seqlens)):  # fmt: skip
         if t is not None and not isinstance(t, Tensor):
             raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
+    for name, number in (("scale", scale), ("lower_bound", lower_bound)):
+        if isinstance(number, Tensor):  # it would get no gradient, and a GPU would be waited for
+            raise TypeError(f"{op} forward: argument '{name}': expected a number, got {type(number).__name__}")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{op} forward: argument 'allow_neg_eigval': expected False without use_beta_sigmoid_in_kernel, got True"
@@ -174,10 +177,10 @@ def _refuse_tangents(call: tuple[Any, ...]) -> None:
 
 def run(op: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
     call = arguments(op, *tensors, **options)
+    _refuse_tangents(call)
     if torch.compiler.is_compiling():
         o, final_state = _ops.forward(*call)[:2]
     else:
-        _refuse_tangents(call)
         try:
             differentiated = call[_ops.POLICY] != "none"
             o, final_state = _ops.Differentiable.apply(*call) if differentiated else _ops.forward(*call)[:2]

@@ -6,6 +6,7 @@ What that one does not serve runs as before, and a warning says once why.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -76,9 +77,19 @@ def _miniature(
 @functools.lru_cache(maxsize=4096)
 def _why_not(function: str, differentiated: bool, device: torch.device, *described: Any) -> str | None:
     """Why a call is not served, backward included where it is differentiated; None if it is."""
-    with torch.autocast(device.type, enabled=False):
+    dtypes = dict(described[1])
+    for first, *others in (("q", "k", "v"), ("b", "w")):  # those that explain does not read
+        for other in others:
+            if first in dtypes and dtypes[other] != dtypes[first]:
+                return f"{other} is not of {first}'s type"
+
+    def ask() -> str:
+        return explain(_ours(function), **_miniature(function, device, *described))
+
+    # PyTorch's modes belong to a thread: in one of its own autocast casts nothing, and nobody traces the miniature.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         try:
-            text = explain(_ours(function), **_miniature(function, device, *described))
+            text = thread.submit(ask).result()
         except (NotImplementedError, TypeError, ValueError) as refusal:
             return str(refusal)
     lines = [line.partition(": ") for line in text.splitlines()]
@@ -208,10 +219,11 @@ class _Translation:
     def described(self, given: dict[str, Any]) -> tuple[Any, ...] | None:
         """What decides whether a call is served, and is the same for calls of other lengths: constants all.
 
-        None where a tensor is none, or q or v has not four axes, which the call itself says better.
+        None where a tensor is none, or q or v has not four axes, which the call itself says better; and where there are
+        shapes alone.
         """
         q, v = given["q"], given["v"]
-        if not (all(isinstance(given[name], Tensor) for name in self.tensors) and q.dim() == v.dim() == 4):
+        if not (all(isinstance(given[name], Tensor) for name in self.tensors) and q.dim() == v.dim() == 4) or q.is_meta:
             return None
         dtypes, settings, differentiated = [], [], False
         for name, value in given.items():
@@ -235,7 +247,7 @@ class _Translation:
                 given[name] = _with_rows(given[name])
         tensors = [given.pop(name) for name in self.tensors]
         kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-        if torch.is_autocast_enabled(kind):  # which does not change types inside FLA's functions
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # which does not change types inside FLA's functions
             with torch.autocast(kind, enabled=False):
                 return _ours(self.function)(*tensors, **given)
         return _ours(self.function)(*tensors, **given)
@@ -272,6 +284,7 @@ class _Patch:
 
     def __init__(self, *packages: str) -> None:
         self.active = False
+        self.owner: Patched | None = None  # whose end undoes it
         self.packages = packages
         self.lock = threading.RLock()
         # By the id of an original: it, and what replaces it.
@@ -300,14 +313,15 @@ class _Patch:
         with self.lock:
             for constant in (_declined, _decline):  # marks them; not at import, as it imports the compiler
                 torch.compiler.assume_constant_result(constant)
-            patched = Patched(None if self.active else self)
+            patched = Patched(self)
             self.rebind({key: replacement for key, (_, replacement) in self.replacements.items()})
-            self.active = True
+            if not self.active:
+                self.active, self.owner = True, patched
             return patched
 
     def remove(self) -> None:
         with self.lock:
-            self.active = False  # for those who hold a replacement elsewhere
+            self.active, self.owner = False, None  # for those who hold a replacement elsewhere
             self.rebind({id(replacement): original for original, replacement in self.replacements.values()})
             self.layers.clear()
             _warned.clear()
@@ -315,16 +329,22 @@ class _Patch:
 
 
 class Patched(contextlib.AbstractContextManager["Patched"]):
-    """What a call of `patch_fla` or `patch_transformers` has patched; leaving it as a context undoes that."""
+    """What a call of `patch_fla` or `patch_transformers` has patched; leaving it as a context undoes that, once."""
 
-    def __init__(self, patch: _Patch | None) -> None:
+    def __init__(self, patch: _Patch) -> None:
         self._patch = patch
+
+    def __enter__(self) -> Patched:
+        if not self._patch.active:
+            raise RuntimeError("rewy: what this call patched has been undone; a new block begins with a new call")
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._patch is not None:
-            self._patch.remove()
+        with self._patch.lock:
+            if self._patch.owner is self:
+                self._patch.remove()
 
 
 # ---- FLA -----------------------------------------------------------------------------------------------------------

@@ -231,6 +231,24 @@ def test_extreme_raw_gates(gate, device, dtype):
         assert torch.isfinite(t).all(), name
 
 
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_rates_beyond_fp32(bound, device, dtype):
+    """exp(A_log) is infinite in FP32; gates are open or closed, and never 0 times infinity."""
+    case = Case(T=70)
+    given = variables(raw("kda", case, device, dtype))
+    with torch.no_grad():
+        given["A_log"].fill_(100)
+        given["dt_bias"].zero_()
+        for i, gate in enumerate((float("-inf"), -200.0, -50.0, 50.0, 200.0)):
+            given["g"][:, i::5] = gate
+    o, *gradients = outcome("kda", case, given, **switches("kda"), lower_bound=bound)
+    for name, t in zip(("o", *given), (o, *gradients), strict=True):
+        assert torch.isfinite(t).all(), name
+    with torch.no_grad():
+        given["g"][:, 7] = 0
+        assert torch.isfinite(call("kda", case, given, **switches("kda"), lower_bound=bound)[0]).all()
+
+
 def test_zero_queries_and_keys(device, dtype):
     case = Case(T=70)
     given = variables(raw("kda", case, device, dtype))
@@ -322,6 +340,13 @@ def test_refusals(device, dtype):
         call("kda", case, dict(given, g=given["g"][:, :5]), **switches("kda"))
     with pytest.raises(TypeError, match="use_beta_sigmoid_in_kernel"):
         rewy.chunk_gdn2(*(raw("gdn2", case, device, dtype)[n] for n in NAMES["gdn2"]), use_beta_sigmoid_in_kernel=True)
+
+
+def test_rows_that_a_gpu_cannot_read_are_refused(cuda):
+    given = raw("kda", Case(), cuda, torch.bfloat16)
+    given["v"] = torch.stack([given["v"]] * 2, -1).flatten(-2)[..., ::2]
+    with pytest.raises(ValueError, match="^kda (forward|backward): argument 'v': expected last axis contiguous"):
+        call("kda", Case(), given, **switches("kda"))
 
 
 def test_explain(device, dtype):

@@ -58,6 +58,11 @@ WRONG = {
         "argument 'g': expected a tensor of shape [2, 64, 2, 32], got none",
     ),
     "a number": (lambda a: a.update(k=1.0), TypeError, "argument 'k': expected a tensor, got float"),
+    "no number": (
+        lambda a: a.update(scale=torch.ones(())),
+        TypeError,
+        "argument 'scale': expected a number, got Tensor",
+    ),
     "a list": (lambda a: a.update(beta=[1.0]), TypeError, "argument 'beta': expected a tensor, got list"),
     "state": (
         lambda a: a.update(initial_state=torch.zeros(2, 2, 24, 32, device=a["q"].device)),
@@ -125,6 +130,29 @@ def test_tensors_on_two_devices(cuda):
     q, k, v, g, beta = tensors("kda", Case())
     with pytest.raises(ValueError, match="argument 'k': expected a tensor on cpu, got one on cuda:0"):
         rewy.chunk_kda(q, k.to(cuda), v, g, beta)
+
+
+def test_a_backward_reads_only_what_was_kept():
+    """The operator itself, with less than the forward gave: nothing is read behind it."""
+    q, k, v, g, beta = tensors("kda", Case())
+    inputs = (q, k, v, g, beta, *[None] * 6)
+    options = {"normalise": True}
+    o, _, saved, activated = torch.ops.rewy.forward("kda", *inputs, policy="save", **options)
+
+    def backward(saved, activated):
+        return torch.ops.rewy.backward("kda", o, None, *inputs, saved, activated, None, False, "save", 1, **options)
+
+    assert backward(saved, activated)[0].shape == q.shape
+    size = activated.numel()
+    for kept, text in (
+        ((saved, activated[:, :3]), f"'activated': expected at least {size} bytes, got {3 * size // 64}"),
+        ((saved, activated.transpose(1, 2)), "'activated': expected bytes without gaps, as the forward left them"),
+        ((saved, activated.float()), "'activated': expected bytes without gaps"),
+        ((saved.transpose(0, 1).flip(0)[:, :, ::2], activated), "'saved': expected bytes without gaps"),
+        ((saved[:, :1], activated), "'saved': expected "),
+    ):
+        with pytest.raises(RuntimeError, match=f"^kda backward: argument {text}"):
+            backward(*kept)
 
 
 def test_unknown_and_positional_options():

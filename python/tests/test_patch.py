@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import rewy
 import rewy.patch
-from recurrence import FUNCTIONS, Case, assert_same_bits, leaves, tensors
+from recurrence import FUNCTIONS, NAMES, Case, assert_same_bits, leaves, tensors
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs/pytorch.md"
 # Each function as FLA 0.6 defines it: arguments in their order, a result that says who gave it and what came.
@@ -173,6 +175,24 @@ def test_blocks_and_repetition(fla):
         assert theirs("kda") is original
     assert theirs("kda") is original
     rewy.unpatch_fla()
+
+
+def test_a_block_undoes_what_it_began(fla):
+    original = theirs("kda")
+    first = rewy.patch_fla()
+    rewy.unpatch_fla()
+    with pytest.raises(RuntimeError, match="has been undone"), first:
+        pass
+    rewy.patch_fla()
+    with first:  # whose own patch has ended: the other one stays
+        assert theirs("kda") is not original
+    assert theirs("kda") is not original
+    rewy.unpatch_fla()
+    with rewy.patch_fla() as block:
+        assert isinstance(block, type(first))
+    with pytest.raises(RuntimeError, match="has been undone"), block:
+        pass
+    assert theirs("kda") is original
 
 
 def test_a_kept_replacement_does_what_theirs_does(fla):
@@ -376,6 +396,15 @@ def test_a_type_that_is_not_served(fla):
         assert fla.chunk_kda(*inputs)[0] == "theirs"
 
 
+@pytest.mark.parametrize(("package", "name"), [("kda", "k"), ("gated_delta_rule", "v"), ("gdn2", "w")])
+def test_types_that_are_mixed(package, name, fla):
+    """Kernels that widen whatever they load take them; a layer that worked so far does not fail."""
+    given = dict(zip(NAMES[OPS[package]], tensors(OPS[package], Case()), strict=True))
+    given[name] = given[name].bfloat16()
+    with rewy.patch_fla(), pytest.warns(UserWarning, match=f": {name} is not of [qb]'s type$"):
+        assert theirs(package)(**given)[0] == "theirs"
+
+
 def test_a_backward_that_is_not_served(fla, monkeypatch):
     answers = "kda forward: cuda serves it\nkda backward: cuda declines: too small\nkda backward: cpu declines: serves "
     text = answers + "cpu tensors only\nkda backward: no backend serves it\n"
@@ -428,6 +457,29 @@ def test_compiled(fla, dynamic, device, dtype, no_fallback):
                 (results[0].float().sum() + results[1].sum()).backward()
             assert_same_bits(list(actual), list(expected))
             assert_same_bits([t.grad for t in inputs], [t.grad for t in expected_inputs])
+
+
+def test_traced_without_memory(fla, device, dtype, no_fallback):
+    """By torch.export, make_fx and FakeTensorMode, and with shapes alone: whether a call is served is no operation."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return fla.chunk_kda(*inputs)[0]
+
+    inputs = tensors("kda", Case(), device, dtype)
+    with rewy.patch_fla():
+        expected = Module()(*inputs)
+    for tracer in (lambda: torch.export.export(Module(), tuple(inputs), strict=False).module(),
+                   lambda: make_fx(Module(), tracing_mode="real")(*inputs)):  # fmt: skip
+        with rewy.patch_fla():  # asks anew
+            program = tracer()
+        assert torch.equal(program(*inputs), expected)
+        called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        assert called == {"rewy.forward.default", "<built-in function getitem>"}
+    with rewy.patch_fla(), FakeTensorMode() as mode:
+        assert Module()(*(mode.from_tensor(t) for t in inputs)).shape == expected.shape
+    with rewy.patch_fla():
+        assert Module()(*(t.to("meta") for t in inputs)).shape == expected.shape
 
 
 def test_compiled_without_being_served(fla):

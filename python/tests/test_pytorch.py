@@ -110,6 +110,9 @@ def test_forward_mode_is_refused(function, device, dtype):
     q, *rest = tensors("kda", Case(), device, dtype)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda q: function(q, *rest)[0], (q,), (torch.ones_like(q),))
+    compiled = torch.compile(lambda q: torch.func.jvp(lambda q: function(q, *rest)[0], (q,), (q,)), backend="eager")
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        compiled(q)
     with forward_ad.dual_level():
         assert not function(q, *rest)[0].isnan().any()  # a tangent of another tensor is no reason
         with pytest.raises(NotImplementedError, match="forward-mode"):

@@ -123,6 +123,15 @@ def test_fp32_on_a_gpu(cuda):
         decode("kda", leaves(inputs))
 
 
+def test_rows_that_the_backward_cannot_read(cuda):
+    """By tokens any rows are read; the backward goes by chunks, and refuses before the forward has run."""
+    q, k, v, g, beta = tensors("kda", Case(T=5), cuda, torch.bfloat16)
+    spread = torch.stack([v, v], -1).flatten(-2)[..., ::2]
+    assert torch.equal(decode("kda", [q, k, spread, g, beta])[0], decode("kda", [q, k, v, g, beta])[0])
+    with pytest.raises(ValueError, match="kda backward: argument 'v': expected last axis contiguous, rows 16-byte"):
+        decode("kda", [q, k, spread.requires_grad_(), g, beta])
+
+
 def test_explain_and_refusals(device, dtype):
     inputs = tensors("kda", Case(T=4), device, dtype)
     text = rewy.explain(rewy.fused_recurrent_kda, *inputs)

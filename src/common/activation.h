@@ -1,6 +1,7 @@
 // What a backend is to the activation's dispatch (activation.cpp), and the sizes all of them share.
 #pragma once
 
+#include <cmath>
 #include <string>
 
 #include "rewy/activation.h"
@@ -23,7 +24,7 @@ extern const ActivationEntry kReferenceActivation;  // src/reference/
 
 /// "activation backward", the first words of every message.
 std::string operation(const Activation&, Direction);
-/// "an activation of dtype bf16, gate bf16, strength bf16 with K = 128 on cuda", of the parts there are
+/// "an activation of dtype bf16, gate_dtype bf16, strength_dtype bf16, K = 128 on cuda", of the parts there are
 std::string describe(const Activation&, const Execution&);
 
 /// All throw rewy::Error. The first checks what the size function needs, the others the tensors and memory of a call
@@ -31,6 +32,11 @@ std::string describe(const Activation&, const Execution&);
 void validate(const Activation&, Direction, const Execution& = {});
 void validate(const Activation&, const ActivateArgs&, const Execution&, std::size_t bytes);
 void validate(const Activation&, const ActivateBackwardArgs&, const Execution&, std::size_t bytes);
+
+/// Whether FP32 has the lower bound, if there is one: times a sigmoid that has vanished, infinity would be NaN.
+inline bool bound_fits_fp32(const Activation& a) {
+  return std::isfinite(static_cast<float>(a.lower_bound.value_or(0)));
+}
 
 /// Numbers of a token's raw gate, and of dt_bias.
 inline std::int64_t gate_width(const Activation& a) {

@@ -18,11 +18,17 @@ struct BackendEntry {
   void (*backward)(const Problem&, const BackwardArgs&, const Execution&);
   /// Which kernels compute a problem that it serves, where a device has a choice; null: there is none.
   std::string (*kernels)(const Problem&, Direction, const Execution&) = nullptr;
+  /// Throws for input tensors that the backend serves but for how they lie in memory; null: it takes any.
+  void (*check_inputs)(const Problem&, Direction, const Inputs&, const Execution&) = nullptr;
 };
 
 extern const BackendEntry kCudaBackend;       // src/cuda/, in builds with REWY_CUDA only
 extern const BackendEntry kCpuBackend;        // src/cpu/
 extern const BackendEntry kReferenceBackend;  // src/reference/
+
+/// Throws what a call with these inputs, valid ones, would throw for how they lie in memory. Nothing is computed: for
+/// callers that compute something else before the call.
+void check_inputs(const Problem&, Direction, const Inputs&, const Execution&);
 
 /// Why a call token by token is none that any backend has; empty for all others.
 inline std::string tokens_decline(const Problem& p, Direction direction, const Execution& execution) {

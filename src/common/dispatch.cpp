@@ -58,6 +58,11 @@ Bytes workspace_bytes(const Problem& p, Direction direction, const Execution& ex
   return choose(kTable, p, direction, execution).bytes(p, direction, execution);
 }
 
+void check_inputs(const Problem& p, Direction direction, const Inputs& in, const Execution& execution) {
+  const BackendEntry& entry = choose(kTable, p, direction, execution);
+  if (entry.check_inputs != nullptr) entry.check_inputs(p, direction, in, execution);
+}
+
 void forward(const Problem& p, const ForwardArgs& args, const Execution& execution) {
   validate(p, Direction::kForward, execution);
   const BackendEntry& entry = choose(kTable, p, Direction::kForward, execution);

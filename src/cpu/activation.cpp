@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "common/activation.h"
 #include "common/arena.h"
@@ -183,8 +184,10 @@ float parameter(const TensorView& view, int64_t i, float otherwise) {
 GateParameters parameters_of(const Activation& a, const ActivationInputs& in, int64_t head, int64_t first,
                              int64_t count) {
   GateParameters p{};
-  const auto rate_of = [&](int64_t h) {
-    return in.A_log.given() ? static_cast<float>(std::exp(static_cast<double>(parameter(in.A_log, h, 0)))) : 1.0f;
+  const auto rate_of = [&](int64_t h) {  // finite: times a vanishing softplus, or x = 0, infinity would be NaN
+    const double rate = in.A_log.given() ? std::exp(static_cast<double>(parameter(in.A_log, h, 0))) : 1.0;
+    constexpr double kMost = std::numeric_limits<float>::max();
+    return static_cast<float>(rate > kMost ? kMost : rate);
   };
   const bool vector = a.gate == Gate::kVector;
   const float rate = rate_of(head);
@@ -412,7 +415,8 @@ void lay_out(ActivationPlan& plan, Arena& arena) {
 std::string declines_cpu(const Activation& a, Direction, const Execution&) {
   const bool wide = (a.normalise && a.dtype == DType::kF64) || (a.gate != Gate::kNone && a.gate_dtype == DType::kF64) ||
                     (a.strength && a.strength_dtype == DType::kF64);
-  return wide ? "dtype f64 is the reference's (this one computes in FP32)" : "";
+  if (wide) return "dtype f64 is the reference's (this one computes in FP32)";
+  return bound_fits_fp32(a) ? "" : "lower_bound is beyond the range of FP32";
 }
 
 std::size_t bytes_cpu(const Activation& a, Direction direction, const Execution&) {

@@ -53,6 +53,7 @@ std::string declines_cuda(const Activation& a, Direction, const Execution& execu
       most_blocks(a) > kMostCount) {
     return "T, heads * K or B * heads * T / 64 reaches 2^31";
   }
+  if (!bound_fits_fp32(a)) return "lower_bound is beyond the range of FP32";
   return device_declines(execution.device.index);
 }
 

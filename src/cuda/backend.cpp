@@ -266,9 +266,13 @@ std::string kernels_cuda(const Problem& p, Direction direction, const Execution&
                     : "portable scans";
 }
 
+void check_inputs_cuda(const Problem& p, Direction direction, const Inputs& in, const Execution& execution) {
+  if (execution.schedule == Schedule::kChunks) static_cast<void>(Views(p, direction).params(in));
+}
+
 }  // namespace
 
 const BackendEntry kCudaBackend{Backend::kCuda, DeviceKind::kCuda, declines_cuda, bytes_cuda,
-                                forward_cuda,   backward_cuda,     kernels_cuda};
+                                forward_cuda,   backward_cuda,     kernels_cuda,  check_inputs_cuda};
 
 }  // namespace rewy

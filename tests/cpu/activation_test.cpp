@@ -91,6 +91,33 @@ TEST(CpuActivation, InfiniteRawGates) {
   EXPECT_EQ(Gates({kInfinity}, 1, -5.0).g[0], -5);
 }
 
+// exp(A_log) beyond FP32, where the gate is open, closed, at x = 0 and infinite: never 0 times infinity.
+TEST(CpuActivation, RatesBeyondTheRange) {
+  const std::vector<float> raw{-kInfinity, -200, -103, -50, -1e-30f, 0, 1e-30f, 50, 200};
+  for (const float A : {88.73f, 100.0f, 3e38f, kInfinity}) {
+    for (const std::optional<double> bound : {std::optional<double>(), std::optional(-5.0)}) {
+      for (const float dg : {0.0f, 1e-3f}) {
+        const Gates gates(raw, A, bound, dg);
+        for (std::size_t i = 0; i < raw.size(); ++i) {
+          EXPECT_FALSE(std::isnan(gates.g[i]) || std::isnan(gates.d_raw[i]) || std::isnan(gates.d_A_log[i]))
+              << raw[i] << ' ' << A;
+        }
+        EXPECT_EQ(gates.g.front(), 0);
+        EXPECT_EQ(gates.g.back(), bound ? -5 : -kInfinity);
+        EXPECT_EQ(gates.d_raw.front(), 0);
+      }
+    }
+  }
+}
+
+TEST(CpuActivation, DeclinesABoundBeyondTheRange) {
+  Activation a{.T = 1, .gate = Gate::kScalar, .lower_bound = -1e39};
+  const auto backend = [&] { return explain(a, Direction::kForward, {}).backend; };
+  EXPECT_EQ(backend(), "reference");
+  a.lower_bound = -3e38;
+  EXPECT_EQ(backend(), "cpu");
+}
+
 TEST(CpuActivation, StrengthsReachTheirEnds) {
   std::vector<float> raw{200, -200, 0, kInfinity, -kInfinity, kNan}, beta(6), dbeta(6, 1), d_raw(6);
   const Activation a{.T = 1, .HV = 6, .strength = true, .allow_negative_eigenvalues = true};

@@ -63,6 +63,7 @@ TEST(CudaActivation, DeclinesByShapeAndType) {
   EXPECT_EQ(declines([](Activation& a) { a.T = std::int64_t{1} << 31; }), counts);
   EXPECT_EQ(declines([](Activation& a) { a.B = std::int64_t{1} << 30; }), counts);
   EXPECT_EQ(declines([](Activation& a) { a.H = std::int64_t{1} << 24, a.T = 1; }), counts);
+  EXPECT_EQ(declines([](Activation& a) { a.lower_bound = -1e39; }), "lower_bound is beyond the range of FP32");
 }
 
 TEST(CudaActivation, ServesTheRest) {

@@ -157,14 +157,14 @@ __device__ __forceinline__ void store(const Elements& e, const Place& at, int ro
   }
 }
 
-/// Step 2. A thread's tokens, `kBatch` at a time: all are loaded before the first is used. load and use are given the
-/// place in the batch and the row.
 /// Tokens on their way at a time: as many as the registers of kBlocks blocks hold.
 template <bool kWhole>
 inline constexpr int kForwardBatch = kWhole ? 4 : 1;
 template <class T, bool kWhole>
 inline constexpr int kBackwardBatch = kWhole && sizeof(T) == 2 ? 2 : 1;
 
+/// Step 2. A thread's tokens, `kBatch` at a time: all are loaded before the first is used. load and use are given the
+/// place in the batch and the row.
 template <int kBatch, class Load, class Use>
 __device__ __forceinline__ void for_each_row(const Place& at, Load&& load, Use&& use) {
   for (int first = at.row; first - at.row < kActivationTokens; first += kBatch * at.rows) {
@@ -279,8 +279,10 @@ __device__ __forceinline__ GateParameters<kVector> gate_parameters(const Activat
                                                                    const ActivationPart& part, const Place& at) {
   GateParameters<kVector> use;
   const std::int64_t first = static_cast<std::int64_t>(at.group) * part.run + at.feature;
-  const auto rate_of = [&](std::int64_t head) {
-    return p.A_log.data != nullptr ? expf(__ldg(p.A_log.data + head * p.A_log.step)) : 1.0f;
+  const auto rate_of = [&](std::int64_t head) {  // finite: times a vanishing softplus, or x = 0, infinity would be NaN
+    constexpr float kMost = 0x1.fffffep127f;
+    const float rate = p.A_log.data != nullptr ? expf(__ldg(p.A_log.data + head * p.A_log.step)) : 1.0f;
+    return rate > kMost ? kMost : rate;
   };
   if constexpr (kVector) use.rates[0] = rate_of(at.group);
 #pragma unroll
