@@ -91,6 +91,8 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
 def _refusal(error: Exception) -> Exception | None:
     """The library's own "op direction: argument 'x': expected ...", which PyTorch passes on as the one or the other."""
     text = str(error)
+    if text.startswith("rewy::") and "Expected a value of type" in text:  # an option that is a string, say
+        return TypeError(text.splitlines()[0])
     if ": argument '" not in text:
         return None
     return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)

@@ -345,7 +345,7 @@ def test_refusals(device, dtype):
 def test_rows_that_a_gpu_cannot_read_are_refused(cuda):
     given = raw("kda", Case(), cuda, torch.bfloat16)
     given["v"] = torch.stack([given["v"]] * 2, -1).flatten(-2)[..., ::2]
-    with pytest.raises(ValueError, match="^kda (forward|backward): argument 'v': expected last axis contiguous"):
+    with pytest.raises(ValueError, match=r"^kda (forward|backward): argument 'v': expected last axis contiguous"):
         call("kda", Case(), given, **switches("kda"))
 
 

@@ -96,6 +96,12 @@ def test_refused_with_the_library_s_text(change, differentiated, device, dtype):
     assert str(caught.value) == "kda forward: " + text.format(dtype="f32" if dtype == torch.float32 else "bf16")
 
 
+@pytest.mark.parametrize("option", ["scale", "output_final_state", "state_v_first", "use_qk_l2norm_in_kernel"])
+def test_types_of_options(option):
+    with pytest.raises(TypeError, match="Expected a value of type"):
+        rewy.chunk_kda(*tensors("kda", Case()), **{option: "x"})
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_operators_name_themselves(op, device, dtype):
     given = arguments(op, device, dtype)
