@@ -18,11 +18,12 @@ operator   the same for one attention operator alone, with the arguments that a 
 gradients  of all parameters, one step, same weights and batch: the relative difference of each, in the L2 norm, for
            the whole depth and for --shallow layers. What BF16 rounds differently in one layer grows in those that
            follow, so that the difference alone says little in a deep model: both sides are also compared with a step
-           in which the operator runs on the CPU in FP32. FLA's second run says what is not reproducible.
+           in which the operator runs on the CPU in FP32, and FLA with itself where all weights are changed by a
+           relative 2^-12, less than BF16 tells apart. FLA's second run says what is not reproducible.
 layers     the same of each attention layer by itself: its input and its output's gradient are those of a step with
            FLA's operators, so that nothing of the layers around it differs.
-curves     losses of some AdamW updates from the same weights on the same text, one side after the other; of a model
-           with --curve-layers.
+curves     losses of some AdamW updates from the same weights on the same text, one side after the other, and of FLA
+           from weights changed like that; of a model with --curve-layers.
 
 FLA tunes its kernels at first use; bench/tune_fla.py does that beforehand. FLA refuses GDN's backward on Hopper with
 Triton 3.4.0 to 3.7.0; --fla-times-only: bench/time_fla.py says what it does. Gradients and curves are then left out.
@@ -359,6 +360,26 @@ def exact(trial):
             setattr(module, attribute, function)
 
 
+@contextlib.contextmanager
+def nudged(trial, size=2.0**-12, seed=4):
+    """Inside, each weight w is w (1 + size n), n from a normal distribution: an eighth of what BF16 rounds by at most.
+
+    What changes then is the noise of the computation: no two programs that round differently can be closer.
+    """
+    torch = trial.torch
+    make = torch.Generator(device=DEVICE).manual_seed(seed)
+    weights = [p.detach().clone() for p in trial.model.parameters()]
+    with torch.no_grad():
+        for p in trial.model.parameters():
+            p.mul_(1 + size * torch.randn(p.shape, device=DEVICE, generator=make))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in zip(trial.model.parameters(), weights):
+                p.copy_(before)
+
+
 def compared(others, ones):
     """How far gradients are from others, by parameter."""
     errors = {key: relative(others[key], ones[key]) for key in ones}
@@ -436,8 +457,12 @@ def gradients_row(trial, bar):
         if fla.keys() != ours.keys():
             raise RuntimeError(f"gradients of one side only: {', '.join(sorted(fla.keys() ^ ours.keys())[:5])}")
         exact_loss, truth = gradients(exact(trial))
-        return {"loss": {"fla": loss, "rewy": rewy_loss, "exact": exact_loss}, "fla_against_itself": itself,
-                **about_differences(ours, fla, truth, bar)}
+        row = about_differences(ours, fla, truth, bar)
+        del ours, truth
+        with nudged(trial):
+            _, other = gradients(side("fla"))
+        return {"loss": {"fla": loss, "rewy": rewy_loss, "exact": exact_loss}, "fla_against_itself": itself, **row,
+                "fla_nudged": compared(other, fla)[1]}
 
 
 # Loss curves.
@@ -456,33 +481,37 @@ def curve_row(trial, length, updates, rate=1e-4, warmup=20):
     starts = torch.randint(0, len(text) - length, (updates,), generator=torch.Generator().manual_seed(3))
     batches = torch.stack([text[i:i + length] for i in starts.tolist()]).to(DEVICE)
     losses = {}
+
+    def train(name):
+        optimizer = torch.optim.AdamW(trial.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1, (update + 1) / warmup))
+        observed = []
+        with side(name):
+            for batch in batches:
+                trial.tokens = batch[None]
+                observed.append(trial.step())
+                torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+        trial.clear()
+        return torch.stack(observed).tolist()
+
     with torch.cuda.stream(trial.stream):
-        weights = [p.detach().clone() for p in trial.model.parameters()]
         for name in SIDES:
-            optimizer = torch.optim.AdamW(trial.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1,
-                                          fused=True)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1, (update + 1) / warmup))
-            observed = []
-            with side(name):
-                for batch in batches:
-                    trial.tokens = batch[None]
-                    observed.append(trial.step())
-                    torch.nn.utils.clip_grad_norm_(trial.model.parameters(), 1.0)
-                    optimizer.step()
-                    schedule.step()
-            losses[name] = torch.stack(observed).tolist()
-            del optimizer, schedule
-            trial.clear()
-            with torch.no_grad():
-                for p, start in zip(trial.model.parameters(), weights):
-                    p.copy_(start)
-    differences = [abs(a - b) for a, b in zip(losses["fla"], losses["rewy"])]
-    at = max(range(updates), key=differences.__getitem__)
-    return {"updates": updates, "optimizer": f"AdamW, rate {rate:g} after {warmup} updates of warm-up, betas 0.9 and 0.95, weight decay 0.1, "
+            with nudged(trial, size=0.0):  # the same weights for all
+                losses[name] = train(name)
+        with nudged(trial):
+            losses["fla_nudged"] = train("fla")
+
+    def apart(name):
+        differences = [abs(a - b) for a, b in zip(losses["fla"], losses[name])]
+        at = max(range(updates), key=differences.__getitem__)
+        return {"max": differences[at], "at": at + 1, "mean": statistics.mean(differences)}
+
+    return {"updates": updates, "text": f"bytes of this repository's documents and sources ({len(text)})",
+            "optimizer": f"AdamW, rate {rate:g} after {warmup} updates of warm-up, betas 0.9 and 0.95, weight decay 0.1, "
                          "gradients clipped to norm 1",
-            "text": f"bytes of this repository's documents and sources ({len(text)})", "loss": losses,
-            "max_difference": differences[at], "max_difference_at": at + 1,
-            "max_relative_difference": max(d / abs(a) for d, a in zip(differences, losses["fla"]))}
+            "loss": losses, "rewy_against_fla": apart("rewy"), "fla_nudged_against_fla": apart("fla_nudged")}
 
 
 # The run.

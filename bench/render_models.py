@@ -36,7 +36,12 @@ def curves(title, panels):
     """panels: [(name, {side: losses})], two side by side, each with its own axes."""
     width, panel_width, panel_height = 1000, 440, 190
     svg = Svg(width, 66 + (len(panels) + 1) // 2 * (panel_height + 54), title)
-    sides = [("FLA", COLOURS[1]), ("rewy", COLOURS[0])]
+    sides = [("FLA", COLOURS[1]), ("FLA, nudged", COLOURS[2]), ("rewy", COLOURS[0])]
+    keys = ("fla", "fla_nudged", "rewy")
+    if not any("fla_nudged" in losses for _, losses in panels):
+        sides, keys = sides[::2], keys[::2]
+    styles = {"fla": 'stroke-width="5" stroke-opacity=".45"', "rewy": 'stroke-width="1.6"',
+              "fla_nudged": 'stroke-width="1.6" stroke-dasharray="3 3"'}
     svg.legend(sides, 16, 48)
     for p, (name, losses) in enumerate(panels):
         left, base = 48 + (p % 2) * (panel_width + 50), 66 + (p // 2) * (panel_height + 54) + panel_height + 10
@@ -51,10 +56,11 @@ def curves(title, panels):
         for i in range(round((high - low) / step) + 1):
             svg.line(left, y(low + i * step), left + panel_width, y(low + i * step), "grid" if i else "axis")
             svg.text(left - 6, y(low + i * step) + 4, f"{low + i * step:g}", "small", "end")
-        for (side, colour), key, style in zip(sides, ("fla", "rewy"), ('stroke-width="5" stroke-opacity=".45"',
-                                                                      'stroke-width="1.6"')):
+        for (side, colour), key in zip(sides, keys):
+            if key not in losses:
+                continue
             points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(losses[key]))
-            svg.parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" {style}><title>{side}</title>'
+            svg.parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" {styles[key]}><title>{side}</title>'
                              f'</polyline>')
         svg.text(left, base + 15, "1", "small", "middle")
         svg.text(left + panel_width, base + 15, str(len(losses["fla"])), "small", "middle")
@@ -137,9 +143,11 @@ def render(results):
             one, fla, rewy = row["difference"], row["off_exact"]["fla"], row["off_exact"]["rewy"]
             cells.append([*about, f"{percent(one['max'])} (`{one['worst']}`)", percent(one["median"]),
                           f"{len(row['above_bar'])} of {row['compared']}", percent(fla["median"]),
-                          percent(rewy["median"]), percent(fla["max"]), percent(rewy["max"])])
-        return table(["model", "layers", "T", "rewy against FLA: maximum", "median", f"above {bar}",
-                      "against exact, median: FLA", "rewy", "maximum: FLA", "rewy"], cells)
+                          percent(rewy["median"]), percent(fla["max"]), percent(rewy["max"]),
+                          *(percent(row["fla_nudged"][key]) for key in ("max", "median") if "fla_nudged" in row)])
+        head = ["model", "layers", "T", "rewy against FLA: maximum", "median", f"above {bar}",
+                "against exact, median: FLA", "rewy", "maximum: FLA", "rewy"]
+        return table(head + ["FLA nudged: maximum", "median"][:max(map(len, cells)) - len(head)], cells)
 
     rows = rows_of(results, "layers")
     if rows:
@@ -153,26 +161,31 @@ def render(results):
         lines += ["", "### Gradients of all parameters, one step of the whole model", "",
                   "Same weights and batch. What BF16 rounds differently in one layer grows in those that follow, and "
                   "the rest of the model rounds to BF16 as well: two steps that both are right differ by this much, "
-                  "FLA and this library from one another and each from the exact operator. FLA against a second run of "
-                  f"itself: at most {percent(again)}.", "", *differences(rows)]
+                  "FLA and this library from one another and each from the exact operator. "
+                  + ("*Nudged*: FLA against itself with all weights changed by a relative 2^-12. "
+                     if any("fla_nudged" in row for row in rows) else "")
+                  + f"FLA against a second run of itself: at most {percent(again)}.", "", *differences(rows)]
 
     rows = [row for row in rows_of(results, "curves", whole=False) if "failed" not in row]
     if rows:
-        one = rows[0]
+        one, nudged = rows[0], any("fla_nudged" in row["loss"] for row in rows)
         figures[f"{place}-curves.svg"] = curves(
             f"Loss with FLA's operators and with rewy's on {m['gpu']}",
-            [(f"{NAMES[row['model']]}, {row['layers']} layers, T = {row['T']}: largest difference "
-              f"{row['max_difference']:.2g}", row["loss"]) for row in rows])
+            [(f"{NAMES[row['model']]}, {row['layers']} layers, T = {row['T']}", row["loss"]) for row in rows])
         lines += ["", f"### Loss curves, {one['updates']} updates", "",
-                  f"{one['optimizer']}; same weights, {one['text']}.", "",
+                  f"{one['optimizer']}; same weights, {one['text']}."
+                  + (" *Nudged*: FLA from weights changed by a relative 2^-12, for what such a difference grows to."
+                     if nudged else ""), "",
                   f"![Loss by update](figures/{place}-curves.svg)", ""]
-        lines += table(["model", "layers", "T", "first loss", "last loss: FLA", "rewy", "largest difference",
-                        "at update", "largest, relative"],
-                       [[name_of(row), str(row["layers"]), str(row["T"]), f"{row['loss']['fla'][0]:.4f}",
-                         f"{row['loss']['fla'][-1]:.4f}", f"{row['loss']['rewy'][-1]:.4f}",
-                         f"{row['max_difference']:.2g}",
-                         str(row["max_difference_at"]), f"{100 * row['max_relative_difference']:.2f}%"]
-                        for row in rows])
+        cells = []
+        for row in rows:
+            others = [name for name in ("rewy", "fla_nudged") if name in row["loss"]]
+            cells.append([name_of(row), str(row["layers"]), str(row["T"]), f"{row['loss']['fla'][0]:.4f}",
+                          *(f"{row['loss'][name][-1]:.4f}" for name in ("fla", *others)),
+                          *(f"{row[f'{name}_against_fla'][key]:.2g}" for name in others for key in ("max", "mean"))])
+        lines += table(["model", "layers", "T", "first loss", "last loss: FLA", "rewy", *["FLA nudged"][:nudged],
+                        "rewy against FLA: largest", "mean", *["FLA nudged against FLA: largest", "mean"][:2 * nudged]],
+                       cells)
     failed = [row for row in results["rows"] if row["part"] == "served" and "failed" in row]
     lines += [line for row in failed for line in ("", f"{NAMES[row['model']]} was not measured: {row['failed']}")]
     return "\n".join(lines) + "\n", figures
