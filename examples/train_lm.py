@@ -226,6 +226,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    import matplotlib  # noqa: F401  # if it is missing, that is said before the training and not after
     from tqdm import tqdm
 
     args = arguments()
