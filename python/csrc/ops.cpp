@@ -98,7 +98,7 @@ struct Call {
 
   /// What the operator reads: the caller's tensors, or what activate() made of them.
   Inputs inputs(const Tensors& t, const Activated& made) const {
-    Inputs in = caller_s(t);
+    Inputs in = as_given(t);
     const auto put = [](TensorView& place, const TensorView& view) {
       if (view.given()) place = view;
     };
@@ -109,7 +109,7 @@ struct Call {
     return in;
   }
 
-  Inputs caller_s(const Tensors& t) const {
+  Inputs as_given(const Tensors& t) const {
     return {.q = view(t.q, name, "q"),
             .k = view(t.k, name, "k"),
             .v = view(t.v, name, "v"),
@@ -361,8 +361,9 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   }
   const Tensor workspace = allocate_workspace(workspace_size, device);
   call.execution.workspace = bytes_of(workspace);
-  if (call.activates() && !call.keeps_activated()) {
+  if (call.activates() && !call.keeps_activated()) {  // as in the forward
     validate(p, args, call.execution, bytes);
+    check_inputs(p, Direction::kBackward, args.in, call.execution);
     call.activate(tensors, made);
   }
   backward(p, args, call.execution);

@@ -481,7 +481,7 @@ def patch_transformers(*models: torch.nn.Module) -> Patched:
         for module in _transformers.modules():
             for name, function in _TRANSFORMERS_FUNCTIONS.items():
                 original = vars(module).get(name)
-                if original is None or _ours(function) is None or _transformers.knows(original):
+                if original is None or _transformers.knows(original):
                     continue
                 _transformers.add(original, _Translation(original, function, renamed=_RENAMED, forgives=True))
         _transformers.layers.update(layer for model in models for layer in model.modules())
