@@ -165,13 +165,11 @@ inline constexpr int kBackwardBatch = kWhole && sizeof(T) == 2 ? 2 : 1;
 
 /// Step 2. A thread's tokens, `kBatch` at a time: all are loaded before the first is used. load and use are given the
 /// place in the batch and the row.
-/// `begin` is called once, behind the first loads: what it loads itself is then on its way together with them.
-template <int kBatch, class Load, class Begin, class Use>
-__device__ __forceinline__ void for_each_row(const Place& at, Load&& load, Begin&& begin, Use&& use) {
+template <int kBatch, class Load, class Use>
+__device__ __forceinline__ void for_each_row(const Place& at, Load&& load, Use&& use) {
   for (int first = at.row; first - at.row < kActivationTokens; first += kBatch * at.rows) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) load(i, first + i * at.rows);
-    if (first == at.row) begin();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) use(i, first + i * at.rows);
   }
@@ -226,7 +224,7 @@ __device__ __forceinline__ void normalise(const ActivationPart& part, const Plac
   constexpr float kEpsilon = 1e-6f;
   Piece<T, kWhole> raw[kForwardBatch<kWhole>];
   for_each_row<kForwardBatch<kWhole>>(
-      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); }, [] {},
+      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); },
       [&](int i, int row) {
         float x[kFeatures], sum = 0.0f;
         raw[i].widen_to(x);
@@ -251,7 +249,6 @@ __device__ __forceinline__ void normalise_backward(const ActivationPart& part, c
         d_result[i] = load<T, kWhole>(part.result, at, row);
         rstd[i] = row < at.tokens ? __ldg(rstd_address(part, at, row)) : 0.0f;
       },
-      [] {},
       [&](int i, int row) {
         float y[kFeatures], dy[kFeatures], along = 0.0f;  // <dy, y>
         raw[i].widen_to(y);
@@ -299,11 +296,10 @@ __device__ __forceinline__ GateParameters<kVector> gate_parameters(const Activat
 
 template <class T, bool kWhole, bool kVector>
 __device__ __forceinline__ void gate(const ActivationParams& p, const ActivationPart& part, const Place& at) {
-  GateParameters<kVector> use;
+  const GateParameters<kVector> use = gate_parameters<kVector>(p, part, at);
   Piece<T, kWhole> raw[kForwardBatch<kWhole>];
   for_each_row<kForwardBatch<kWhole>>(
       at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); },
-      [&] { use = gate_parameters<kVector>(p, part, at); },
       [&](int i, int row) {
         float x[kFeatures];
         raw[i].widen_to(x);
@@ -365,7 +361,6 @@ __device__ __forceinline__ void gate_backward(const ActivationParams& p, const A
         raw[i] = load<T, kWhole>(part.raw, at, row);
         d_result[i] = load<float, kWhole>(part.result, at, row);
       },
-      [] {},
       [&](int i, int row) {
         float x[kFeatures], dg[kFeatures];
         raw[i].widen_to(x);
@@ -407,7 +402,7 @@ template <class T, class Result, bool kWhole>
 __device__ __forceinline__ void strength(const ActivationParams& p, const ActivationPart& part, const Place& at) {
   Piece<T, kWhole> raw[1];
   for_each_row<1>(
-      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); }, [] {},
+      at, [&](int i, int row) { raw[i] = load<T, kWhole>(part.raw, at, row); },
       [&](int i, int row) {
         float x[kFeatures];
         raw[i].widen_to(x);
@@ -428,7 +423,6 @@ __device__ __forceinline__ void strength_backward(const ActivationParams& p, con
         raw[i] = load<T, kWhole>(part.raw, at, row);
         d_result[i] = load<Result, kWhole>(part.result, at, row);
       },
-      [] {},
       [&](int i, int row) {
         float x[kFeatures], dbeta[kFeatures];
         raw[i].widen_to(x);
