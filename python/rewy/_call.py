@@ -98,6 +98,13 @@ def _refusal(error: Exception) -> Exception | None:
     return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)
 
 
+def _not_a_tensor(op: str, **given: object) -> TypeError:
+    """About the first that is none; q, k and v must be there."""
+    wrong = (name for name, t in given.items() if not isinstance(t, Tensor) and (t is not None or name in "qkv"))
+    name = next(wrong)
+    return TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(given[name]).__name__}")
+
+
 def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t if t is None or t.dtype == dtype or not t.is_floating_point() else t.to(dtype)
 
@@ -135,13 +142,13 @@ def arguments(
     """The arguments of the operator ``forward``, in the order of its schema."""
     if not use_gate_in_kernel:
         A_log = dt_bias = lower_bound = None
-    for name, t in (("q", q), ("k", k), ("v", v)):
+    for t in (q, k, v):
         if not isinstance(t, Tensor):
-            raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
-    for name, t in (("g", g), ("beta", beta), ("b", b), ("w", w), ("initial_state", initial_state),
-                    ("A_log", A_log), ("dt_bias", dt_bias), ("cu_seqlens", cu_seqlens)):  # fmt: skip
+            raise _not_a_tensor(op, q=q, k=k, v=v)
+    for t in (g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens):
         if t is not None and not isinstance(t, Tensor):
-            raise TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(t).__name__}")
+            raise _not_a_tensor(op, g=g, beta=beta, b=b, w=w, initial_state=initial_state, A_log=A_log,
+                                dt_bias=dt_bias, cu_seqlens=cu_seqlens)  # fmt: skip
     for name, number in (("scale", scale), ("lower_bound", lower_bound)):
         if isinstance(number, Tensor):  # it would get no gradient, and a GPU would be waited for
             raise TypeError(f"{op} forward: argument '{name}': expected a number, got {type(number).__name__}")
@@ -149,19 +156,23 @@ def arguments(
         raise ValueError(
             f"{op} forward: argument 'allow_neg_eigval': expected False without use_beta_sigmoid_in_kernel, got True"
         )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     device = q.device.type
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and wide != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v, b, w = (_converted(t, dtype) for t in (q, k, v, b, w))
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    initial_state, A_log, dt_bias = _converted(initial_state, wide), _vector(A_log, wide), _vector(dt_bias, wide)
-    if not use_gate_in_kernel or wide == torch.float64:
+    if initial_state is not None:
+        initial_state = _converted(initial_state, wide)
+    if use_gate_in_kernel:
+        A_log, dt_bias = _vector(A_log, wide), _vector(dt_bias, wide)
+    if g is not None and (not use_gate_in_kernel or wide == torch.float64):
         g = _converted(g, wide)
     policy = "none"
     if torch.is_grad_enabled():
         for t in (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias):
             if t is not None and t.requires_grad:
                 policy = "save" if disable_recompute else "recompute"
+                break
     return (
         op, q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens,
         scale, output_final_state, state_v_first, policy, "auto", schedule,
@@ -177,21 +188,20 @@ def _refuse_tangents(call: tuple[Any, ...]) -> None:
         raise NotImplementedError("rewy: forward-mode derivatives (torch.func.jvp, forward_ad) are not supported")
 
 
-def run(op: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
-    call = arguments(op, *tensors, **options)
+def run(call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    """(o, final_state) of the operator ``forward``, from its arguments; final_state is None unless asked for."""
     _refuse_tangents(call)
     if torch.compiler.is_compiling():
         o, final_state = _ops.forward(*call)[:2]
     else:
         try:
-            differentiated = call[_ops.POLICY] != "none"
-            o, final_state = _ops.Differentiable.apply(*call) if differentiated else _ops.forward(*call)[:2]
+            o, final_state = _ops.eager(call)
         except (RuntimeError, ValueError) as error:
             refusal = _refusal(error)
             if refusal is None:
                 raise
             raise refusal from None
-    return o, final_state if options["output_final_state"] else None
+    return o, final_state if call[_ops.OUTPUT_FINAL_STATE] else None
 
 
 def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> str:

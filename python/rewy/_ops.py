@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -139,43 +141,67 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.choice = inputs[_BACKEND], *inputs[_ACTIVATION]
 
 
-def _gradients(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, *_d_kept: None) -> tuple[Tensor | None, ...]:
-    wanted = ctx.needs_input_grad[_INPUTS]
-    gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+def _gradients_of(
+    ctx: Any, bits: Iterable[int], wanted: Sequence[bool], d_o: Tensor | None, d_final_state: Tensor | None
+) -> list[Tensor | None]:
+    """Those of the inputs at `bits`, of q to dt_bias; None where not wanted."""
     if not ctx.has_final_state:
         d_final_state = None  # of the empty tensor in its place; tracing may invent one
-    if d_o is not None or d_final_state is not None:
-        needed = sum(1 << bit for bit, want in enumerate(wanted) if want)
-        kept = ctx.saved_tensors
-        given = iter(backward(ctx.operator, d_o, d_final_state, *kept, *ctx.options, needed, *ctx.choice))
-        gradients[_INPUTS] = [next(given) if want else None for want in wanted]
+    if d_o is None and d_final_state is None:
+        return [None] * len(wanted)
+    needed = 0
+    for bit, want in zip(bits, wanted, strict=False):
+        if want:
+            needed |= 1 << bit
+    gradients = backward(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, *ctx.options, needed, *ctx.choice)
+    given = iter(gradients)
+    return [next(given) if want else None for want in wanted]
+
+
+def _gradients(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, *_d_kept: None) -> tuple[Tensor | None, ...]:
+    wanted = ctx.needs_input_grad
+    gradients: list[Tensor | None] = [None] * len(wanted)
+    gradients[_INPUTS] = _gradients_of(ctx, count(), wanted[_INPUTS], d_o, d_final_state)
     return tuple(gradients)
 
 
-class Differentiable(torch.autograd.Function):
-    """(o, final_state) of the operator ``forward``, by its schema's arguments.
+torch.library.register_autograd("rewy::forward", _gradients, setup_context=_keep)
 
-    What an eager call runs. The registration below says the same of the operator itself, for whoever traces a program
-    or calls it directly; it costs more host time (bench/host_time.py prints both), and so would its part in the calls
-    here, where nothing is to be recorded.
-    """
+
+class _Differentiable(torch.autograd.Function):
+    """(o, final_state) of `call`, the arguments of the operator ``forward``. Those of its tensors q to dt_bias that are
+    given, at `bits`, follow once more for PyTorch, which looks at every argument: so they are few."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: tuple[Any, ...], bits: tuple[int, ...], *_given: Tensor) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            output = forward(*inputs)
-        _keep(ctx, inputs, output)
+            output = forward(*call)
+        _keep(ctx, call, output)
+        ctx.bits = bits
         return output[0], output[1]
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # gradients of gradients: recorded, to be refused where they are used
-            return _gradients(ctx, d_o, d_final_state)
+            return None, None, *_gradients_of(ctx, ctx.bits, wanted, d_o, d_final_state)
         with torch._C._AutoDispatchBelowAutograd():
-            return _gradients(ctx, d_o, d_final_state)
+            return None, None, *_gradients_of(ctx, ctx.bits, wanted, d_o, d_final_state)
 
 
-torch.library.register_autograd("rewy::forward", _gradients, setup_context=_keep)
+def eager(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """(o, final_state) of the operator ``forward`` outside a traced program.
+
+    The registration above says the same of the operator itself, for whoever traces a program or calls it directly; it
+    costs more host time (bench/host_time.py prints both), and so would its part in the calls here, where nothing is to
+    be recorded.
+    """
+    if call[POLICY] != "none":
+        inputs = call[_INPUTS]
+        bits = tuple(bit for bit, t in enumerate(inputs) if t is not None)
+        return _Differentiable.apply(call, bits, *[inputs[bit] for bit in bits])
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(*call)[:2]
 
 
 def _refuse_second_derivative(ctx: Any, *_: Any) -> None:

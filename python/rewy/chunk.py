@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._call import public, run
+from ._call import arguments, public, run
 
 
 @public("deltanet")
@@ -37,7 +37,7 @@ def chunk_delta_rule(
         v: [B, T, HV, V] values. HV is a multiple of H, value head h reads query and key head h // (HV / H).
         beta: [B, T, HV] strength in [0, 2]; FP32, BF16 or FP16.
     """
-    return run(
+    call = arguments(
         "deltanet",
         q,
         k,
@@ -56,6 +56,7 @@ def chunk_delta_rule(
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
     )
+    return run(call)
 
 
 @public("gdn")
@@ -96,7 +97,7 @@ def chunk_gated_delta_rule(
         g: [B, T, HV] natural log of the decay, g <= 0; -inf forgets the state.
         beta: [B, T, HV] strength in [0, 2]; FP32, BF16 or FP16.
     """
-    return run(
+    call = arguments(
         "gdn",
         q,
         k,
@@ -119,6 +120,7 @@ def chunk_gated_delta_rule(
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
     )
+    return run(call)
 
 
 @public("kda")
@@ -159,7 +161,7 @@ def chunk_kda(
         g: [B, T, HV, K] natural log of the decay, g <= 0; -inf forgets the state.
         beta: [B, T, HV] strength in [0, 2]; FP32, BF16 or FP16.
     """
-    return run(
+    call = arguments(
         "kda",
         q,
         k,
@@ -182,6 +184,7 @@ def chunk_kda(
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
     )
+    return run(call)
 
 
 @public("gdn2")
@@ -222,7 +225,7 @@ def chunk_gdn2(
         b: [B, T, HV, K] erase strength; FP32, BF16 or FP16, on a GPU the type of q.
         w: [B, T, HV, V] write strength, in the type of b.
     """
-    return run(
+    call = arguments(
         "gdn2",
         q,
         k,
@@ -243,3 +246,4 @@ def chunk_gdn2(
         cu_seqlens=cu_seqlens,
         disable_recompute=disable_recompute,
     )
+    return run(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._call import public, run
+from ._call import arguments, public, run
 
 
 @public("deltanet", schedule="tokens")
@@ -28,7 +28,7 @@ def fused_recurrent_delta_rule(
     Args:
         q, k, v, beta: as in ``chunk_delta_rule``.
     """
-    return run(
+    call = arguments(
         "deltanet",
         q,
         k,
@@ -47,6 +47,7 @@ def fused_recurrent_delta_rule(
         cu_seqlens=cu_seqlens,
         schedule="tokens",
     )
+    return run(call)
 
 
 @public("gdn", schedule="tokens")
@@ -75,7 +76,7 @@ def fused_recurrent_gated_delta_rule(
     Args:
         q, k, v, g, beta: as in ``chunk_gated_delta_rule``.
     """
-    return run(
+    call = arguments(
         "gdn",
         q,
         k,
@@ -98,6 +99,7 @@ def fused_recurrent_gated_delta_rule(
         cu_seqlens=cu_seqlens,
         schedule="tokens",
     )
+    return run(call)
 
 
 @public("kda", schedule="tokens")
@@ -126,7 +128,7 @@ def fused_recurrent_kda(
     Args:
         q, k, v, g, beta: as in ``chunk_kda``.
     """
-    return run(
+    call = arguments(
         "kda",
         q,
         k,
@@ -149,6 +151,7 @@ def fused_recurrent_kda(
         cu_seqlens=cu_seqlens,
         schedule="tokens",
     )
+    return run(call)
 
 
 @public("gdn2", schedule="tokens")
@@ -176,7 +179,7 @@ def fused_recurrent_gdn2(
     Args:
         q, k, v, g, b, w: as in ``chunk_gdn2``.
     """
-    return run(
+    call = arguments(
         "gdn2",
         q,
         k,
@@ -197,3 +200,4 @@ def fused_recurrent_gdn2(
         cu_seqlens=cu_seqlens,
         schedule="tokens",
     )
+    return run(call)

@@ -84,7 +84,7 @@ void Checker::memory(std::span<const std::byte> m, const char* argument, std::si
     refuse(argument, "memory aligned to " + std::to_string(Arena::kAlign) + " bytes",
            "an address " + std::to_string(first % Arena::kAlign) + " bytes past it");
   }
-  ranges_.push_back({argument, first, first, first + bytes, true, output});  // the rest is never touched
+  add_range({argument, first, first, first + bytes, true, output});  // the rest is never touched
 }
 
 void Checker::disjoint() const {
@@ -98,7 +98,7 @@ void Checker::disjoint() const {
         return whole.dense && whole.low <= other.first && other.first < whole.high;
       };
       if (overlap && ((a.dense && b.dense) || a.first == b.first || holds(a, b) || holds(b, a))) {
-        refuse(a.argument, "memory of its own", "memory shared with '" + b.argument + "'");
+        refuse(a.argument, "memory of its own", "memory shared with '" + std::string(b.argument) + "'");
       }
     }
   }
@@ -130,8 +130,13 @@ void Checker::add_range(const TensorView& t, const char* argument, bool output) 
     reach += stride * static_cast<std::uint64_t>(extent - 1);
   }
   const auto first = reinterpret_cast<std::uintptr_t>(t.data);
-  ranges_.push_back({argument, first, first + static_cast<std::uintptr_t>(low * size),
-                     first + static_cast<std::uintptr_t>((last + 1) * size), dense, output});
+  add_range({argument, first, first + static_cast<std::uintptr_t>(low * size),
+             first + static_cast<std::uintptr_t>((last + 1) * size), dense, output});
+}
+
+void Checker::add_range(const Range& range) {
+  if (ranges_.empty()) ranges_.reserve(24);  // more than a call has
+  ranges_.push_back(range);
 }
 
 void Checker::at_least(const char* argument, std::int64_t value, std::int64_t least) const {

@@ -57,7 +57,7 @@ class Checker {
  private:
   /// Memory of one argument, to find outputs that share memory with something else.
   struct Range {
-    std::string argument;
+    const char* argument = "";
     std::uintptr_t first = 0;  // address of the element at index 0
     std::uintptr_t low = 0;    // [low, high) holds every element
     std::uintptr_t high = 0;
@@ -66,6 +66,7 @@ class Checker {
   };
 
   void add_range(const TensorView& t, const char* argument, bool output);
+  void add_range(const Range&);
 
   std::string operation_;
   Device device_;

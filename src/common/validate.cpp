@@ -1,9 +1,10 @@
 #include "common/validate.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "common/checker.h"
 
@@ -14,7 +15,8 @@ namespace {
 struct Call : Checker {
   const Problem& p;
   const Execution& execution;
-  std::vector<DType> data, strength, wide;  // q k v o; beta b w; the gate and the states
+  std::array<DType, 1> data, strength;  // q k v o; beta b w
+  std::span<const DType> wide;          // the gate and the states
 
   Call(const Problem& problem, Direction direction, const Execution& execution_)
       : Checker(operation(problem, direction), execution_.device),
@@ -22,7 +24,8 @@ struct Call : Checker {
         execution(execution_),
         data{p.dtype},
         strength{p.strength_dtype} {
-    wide = p.dtype == DType::kF64 ? std::vector{DType::kF32, DType::kF64} : std::vector{DType::kF32};
+    static constexpr DType kWide[] = {DType::kF32, DType::kF64};
+    wide = std::span(kWide).first(p.dtype == DType::kF64 ? 2 : 1);
   }
 
   void qk(const TensorView& t, const char* argument, Need need, bool output = false) {
