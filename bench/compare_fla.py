@@ -96,18 +96,18 @@ def host_row(op, repeats):
     d_o = torch.ones_like(inputs[2])
     row = {"op": op, **about}
     work = {}
-    for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op])):
-        def call(function=function):
-            torch.autograd.grad(function(*inputs)[0], inputs, d_o)
-        try:
+    try:
+        for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op])):
+            def call(function=function):
+                torch.autograd.grad(function(*inputs)[0], inputs, d_o)
             for _ in range(3):
                 call()  # compiles
-        except Exception as error:  # as above
-            return {**row, "refused": f"{name}: {time_fla.one_line(error)}"}
-        work[name] = lambda call=call: host_time.host_us(call, "cuda", 1)
-    for name, times in alternate(work, repeats).items():
-        row[f"{name}_us"] = min(times)
-    row["ratio"] = row["fla_us"] / row["rewy_us"]
+            work[name] = lambda call=call: host_time.host_us(call, "cuda", 1)
+        for name, times in alternate(work, repeats).items():
+            row[f"{name}_us"] = min(times)
+        row["ratio"] = row["fla_us"] / row["rewy_us"]
+    except Exception as error:  # as above
+        row["refused"] = time_fla.one_line(error)
     return row
 
 
@@ -202,7 +202,6 @@ def measure(a, parser):
     repeats = 5 if a.quick else a.repeats
     if a.fla_times_only:
         time_fla.accept_triton()
-    start = time.monotonic()
     gpu = torch.cuda.get_device_name()
     target = pathlib.Path(a.out or ROOT / "results" / f"compare_fla_{file_name(gpu)}")
     results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
@@ -220,6 +219,7 @@ def measure(a, parser):
     for op in ops:
         results["host"].append(host_row(op, 3 if a.quick else 50))
         save()
+    start = time.monotonic()
     work = [one for one in time_fla.plan(not a.no_large) if one[0] in ops]
     for i, one in enumerate(work):
         if time.monotonic() - start > a.seconds:

@@ -100,7 +100,9 @@ def _refusal(error: Exception) -> Exception | None:
 
 def _not_a_tensor(op: str, **given: object) -> TypeError:
     """About the first that is none; q, k and v must be there."""
-    wrong = (name for name, t in given.items() if not isinstance(t, Tensor) and (t is not None or name in "qkv"))
+    wrong = (
+        name for name, t in given.items() if not isinstance(t, Tensor) and (t is not None or name in ("q", "k", "v"))
+    )
     name = next(wrong)
     return TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(given[name]).__name__}")
 

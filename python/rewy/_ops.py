@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +55,16 @@ def _activated_shape(
     return (q.shape[0], q.shape[1], of_token)
 
 
+def _one_device(op: str, direction: str, named: dict[str, Any]) -> None:
+    """The library's own refusal. A single tensor on "meta" brings a call here, whose result would be an empty one."""
+    device = named["q"].device
+    for name, t in named.items():
+        if isinstance(t, Tensor) and t.device != device:
+            raise ValueError(
+                f"{op} {direction}: argument '{name}': expected a tensor on {device}, got one on {t.device}"
+            )
+
+
 @torch.library.register_fake("rewy::forward")
 def _(
     op: str,
@@ -82,6 +91,7 @@ def _(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _one_device(op, "forward", locals())
     heads, width = v.shape[2], v.shape[3]
     o = q.new_empty((q.shape[0], q.shape[1], heads, width))
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -122,6 +132,7 @@ def _(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
 ) -> list[Tensor]:
+    _one_device(op, "backward", locals())
     inputs = (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias)
     return [t.new_empty(t.shape) for bit, t in enumerate(inputs) if needed >> bit & 1 and t is not None]
 
@@ -142,7 +153,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients_of(
-    ctx: Any, bits: Iterable[int], wanted: Sequence[bool], d_o: Tensor | None, d_final_state: Tensor | None
+    ctx: Any, bits: Sequence[int], wanted: Sequence[bool], d_o: Tensor | None, d_final_state: Tensor | None
 ) -> list[Tensor | None]:
     """Those of the inputs at `bits`, of q to dt_bias; None where not wanted."""
     if not ctx.has_final_state:
@@ -150,7 +161,7 @@ def _gradients_of(
     if d_o is None and d_final_state is None:
         return [None] * len(wanted)
     needed = 0
-    for bit, want in zip(bits, wanted, strict=False):
+    for bit, want in zip(bits, wanted, strict=False):  # arguments left out have no `wanted`
         if want:
             needed |= 1 << bit
     gradients = backward(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, *ctx.options, needed, *ctx.choice)
@@ -161,14 +172,14 @@ def _gradients_of(
 def _gradients(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, *_d_kept: None) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad
     gradients: list[Tensor | None] = [None] * len(wanted)
-    gradients[_INPUTS] = _gradients_of(ctx, count(), wanted[_INPUTS], d_o, d_final_state)
+    gradients[_INPUTS] = _gradients_of(ctx, range(_CU_SEQLENS - _Q), wanted[_INPUTS], d_o, d_final_state)
     return tuple(gradients)
 
 
 torch.library.register_autograd("rewy::forward", _gradients, setup_context=_keep)
 
 
-class _Differentiable(torch.autograd.Function):
+class Differentiable(torch.autograd.Function):
     """(o, final_state) of `call`, the arguments of the operator ``forward``. Those of its tensors q to dt_bias that are
     given, at `bits`, follow once more for PyTorch, which looks at every argument: so they are few."""
 
@@ -190,16 +201,19 @@ class _Differentiable(torch.autograd.Function):
 
 
 def eager(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """(o, final_state) of the operator ``forward`` outside a traced program.
+    """(o, final_state) of the operator ``forward`` outside a compiled program.
 
-    The registration above says the same of the operator itself, for whoever traces a program or calls it directly; it
-    costs more host time (bench/host_time.py prints both), and so would its part in the calls here, where nothing is to
-    be recorded.
+    The registration above says the same of the operator itself, for whoever traces a program or calls it directly. It
+    costs more host time (bench/host_time.py prints both), and so does PyTorch's look for it without gradients.
     """
+    if torch.jit.is_tracing():  # what is not handed over as an argument would become a constant
+        return forward(*call)[:2]
     if call[POLICY] != "none":
         inputs = call[_INPUTS]
         bits = tuple(bit for bit, t in enumerate(inputs) if t is not None)
-        return _Differentiable.apply(call, bits, *[inputs[bit] for bit in bits])
+        return Differentiable.apply(call, bits, *[inputs[bit] for bit in bits])
+    if torch.is_grad_enabled():  # behind vmap, say, a tensor that requires no gradient may hold one that does
+        return forward(*call)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*call)[:2]
 

@@ -138,6 +138,15 @@ def test_tensors_on_two_devices(cuda):
         rewy.chunk_kda(q, k.to(cuda), v, g, beta)
 
 
+@pytest.mark.parametrize("place", range(1, 5))
+def test_one_tensor_without_memory(place):
+    """PyTorch takes a call with a tensor on "meta" to what infers shapes."""
+    inputs = tensors("kda", Case())
+    inputs[place] = inputs[place].to("meta")
+    with pytest.raises(ValueError, match=r"expected a tensor on cpu, got one on meta$"):
+        rewy.chunk_kda(*inputs)
+
+
 def test_a_backward_reads_only_what_was_kept():
     """The operator itself, with less than the forward gave: nothing is read behind it."""
     q, k, v, g, beta = tensors("kda", Case())

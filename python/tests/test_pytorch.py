@@ -127,6 +127,58 @@ def test_vmap(device, dtype):
     assert_same_bits([*o], [rewy.chunk_kda(q, *rest)[0] for q in batch])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_behind_vmap(device, dtype):
+    """Inside, the tensors that the function is given require no gradient."""
+    q, *rest = tensors("kda", Case(), device, dtype)
+
+    def call(q):
+        return rewy.chunk_kda(q, *rest)[0]
+
+    batch = torch.stack([q, -q, 2 * q]).requires_grad_()
+    (found,) = torch.autograd.grad(torch.func.vmap(call)(batch).float().sum(), batch)
+    given = [q.detach().requires_grad_() for q in batch]
+    assert_same_bits([*found], [torch.autograd.grad(call(q).float().sum(), q)[0] for q in given])
+
+
+def test_gradients_behind_functionalize(device, dtype):
+    inputs = leaves(tensors("kda", Case(), device, dtype))
+
+    def call(*inputs):
+        return rewy.chunk_kda(*inputs)[0]
+
+    found, expected = (
+        torch.autograd.grad(function(*inputs).float().sum(), inputs)
+        for function in (torch.func.functionalize(call), call)
+    )
+    assert_same_bits(list(found), list(expected))
+
+
+def test_what_runs_around_a_call_keeps_its_gradients(device, dtype):
+    """Nothing in the call needs any, what a mode makes of its results does."""
+    inputs = tensors("deltanet", Case(), device, dtype)
+    factor = torch.ones((), device=device, requires_grad=True)
+
+    class Scaled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            return (result[0] * factor, *result[1:]) if "rewy.forward" in str(function) else result
+
+    with Scaled():
+        o, _ = rewy.chunk_delta_rule(*inputs)
+    assert o.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("needed", [False, True])
+def test_jit_trace_reads_its_arguments(needed, device, dtype):
+    one, other = (tensors("kda", Case(), device, dtype, seed=seed) for seed in (1, 2))
+    for t in (*one, *other):
+        t.requires_grad_(needed)
+    traced = torch.jit.trace(lambda *inputs: rewy.chunk_kda(*inputs)[0], one, check_trace=False)
+    assert_same_bits([traced(*other)], [rewy.chunk_kda(*other)[0]])
+
+
 def test_backward_twice_needs_retain_graph(device, dtype):
     inputs = leaves(tensors("gdn", Case(), device, dtype))
     o, _ = rewy.chunk_gated_delta_rule(*inputs)
