@@ -217,6 +217,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="for the weights; the plot goes beside them")
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="what the samples continue; default a new line")
     args = parser.parse_args()
+    for path in (args.text, args.load):
+        if path is not None and not path.is_file():
+            parser.error(f"{path} is no file")
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -226,10 +229,10 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    args = arguments()
     import matplotlib  # noqa: F401  # if it is missing, that is said before the training and not after
     from tqdm import tqdm
 
-    args = arguments()
     torch.manual_seed(args.seed)
     sources = [args.text] if args.text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -42,9 +43,23 @@ struct Activated {
   TensorView q{}, k{}, g{}, beta{}, q_rstd{}, k_rstd{};
 };
 
+/// The library's refusal in the words of the schemas: what a description has is some tensor's, and a raw tensor is the
+/// one that was passed.
+[[noreturn]] void refuse_as_passed(const Error& e, const std::string& op) {
+  static constexpr std::string_view kRaw = "raw_", kActivation = "activation ";
+  std::string operation = e.operation(), argument = e.argument(), expected = e.expected();
+  if (operation.starts_with(kActivation)) operation.replace(0, kActivation.size() - 1, op);
+  if (argument.starts_with(kRaw)) argument.erase(0, kRaw.size());
+  if (argument.ends_with("dtype")) {
+    expected = "dtype " + expected;
+    argument = argument == "dtype" ? "q" : argument == "gate_dtype" ? "g" : op == "gdn2" ? "b" : "beta";
+  }
+  throw Error(operation, argument, expected, e.actual());
+}
+
 /// In memory one after the other, from rows whose bytes are multiples of 16 where kernels want that to single numbers.
-Activated lay_out(const Activation& a, const Tensor& memory, Device device) {
-  auto* next = static_cast<std::byte*>(memory.data_ptr());
+Activated lay_out(const Activation& a, void* memory, Device device) {
+  auto* next = static_cast<std::byte*>(memory);
   const auto take = [&](bool there, DType dtype, std::initializer_list<std::int64_t> shape) {
     if (!there) return TensorView{};
     const TensorView view(next, dtype, shape, device);
@@ -75,7 +90,10 @@ struct Call {
     problem.K = q[3];
     problem.HV = v[2];
     problem.V = v[3];
-    if (t.cu_seqlens) problem.segments = axes(*t.cu_seqlens, "cu_seqlens", 1)[0] - 1;
+    if (t.cu_seqlens) {
+      problem.segments = axes(*t.cu_seqlens, "cu_seqlens", 1)[0] - 1;
+      if (*problem.segments < 0) throw Error(name, "cu_seqlens", "at least 1 entry", "0");
+    }
     problem.dtype = dtype_of(t.q, name, "q");
     const bool shared = strength_of(problem.op) == Strength::kShared;
     if (const OptionalTensor& strength = shared ? t.beta : t.b) {
@@ -197,7 +215,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
     OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
     OptionalTensor cu_seqlens, std::optional<double> scale, bool output_final_state, bool state_v_first,
     std::string policy, std::string backend, std::string schedule, bool normalise, bool activate_gate,
-    bool activate_beta, bool allow_neg_eigval, std::optional<double> lower_bound) {
+    bool activate_beta, bool allow_neg_eigval, std::optional<double> lower_bound) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
   Call call(op, Direction::kForward, tensors,
             {scale, state_v_first, policy, backend, parse_schedule(schedule), normalise, activate_gate, activate_beta,
@@ -219,7 +237,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   if (call.activates()) {
     activated = call.keeps_activated() ? allocate_kept(call.activated_shape(), device)
                                        : allocate_workspace(call.activated_bytes(), device);
-    made = lay_out(call.activation, activated, device);
+    made = lay_out(call.activation, activated.data_ptr(), device);
   }
   ForwardArgs args{.in = call.inputs(tensors, made)};
   const Tensor o = allocate(o_shape, p.dtype, device);
@@ -241,6 +259,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   forward(p, args, call.execution);
   if (!(call.activates() && call.keeps_activated())) activated = allocate_kept(none, device);
   return {o, final_state, saved, activated};
+} catch (const Error& e) {
+  refuse_as_passed(e, op);
 }
 
 /// The gradients that can be asked for, in the order of their bits in `needed` and of the result.
@@ -287,7 +307,7 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
                                 OptionalTensor cu_seqlens, Tensor saved, Tensor activated, std::optional<double> scale,
                                 bool state_v_first, std::string policy, std::int64_t needed, std::string backend,
                                 bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
-                                std::optional<double> lower_bound) {
+                                std::optional<double> lower_bound) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
   Call call(op, Direction::kBackward, tensors,
             {scale, state_v_first, policy, backend, Schedule::kChunks, normalise, activate_gate, activate_beta,
@@ -310,9 +330,9 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
     } else {
       activated = allocate_workspace(call.activated_bytes(), device);
     }
-    made = lay_out(a, activated, device);
+    made = lay_out(a, activated.data_ptr(), device);
     d_activated = allocate_workspace(call.activated_bytes(), device);
-    d_made = lay_out(a, *d_activated, device);
+    d_made = lay_out(a, d_activated->data_ptr(), device);
   }
   BackwardArgs args{.in = call.inputs(tensors, made)};
   if (d_o) {
@@ -369,6 +389,8 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   backward(p, args, call.execution);
   if (call.activates()) activate_backward(a, raw, call.execution);
   return gradients;
+} catch (const Error& e) {
+  refuse_as_passed(e, op);
 }
 
 std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
@@ -376,7 +398,7 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
                        OptionalTensor dt_bias, OptionalTensor cu_seqlens, std::optional<double> scale,
                        bool state_v_first, std::string policy, std::string backend, std::string schedule,
                        bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
-                       std::optional<double> lower_bound) {
+                       std::optional<double> lower_bound) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
   std::string text;
   const auto add = [&](const std::string& name, const Explanation& explanation) {
@@ -391,13 +413,24 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
     const Call call(op, direction, tensors,
                     {scale, state_v_first, policy, backend, by, normalise, activate_gate, activate_beta,
                      allow_neg_eigval, lower_bound});
-    const DeviceScope scope(call.execution.device);
+    const Device device = call.execution.device;
+    const DeviceScope scope(device);
+    Activated made;
     if (call.activates()) {
       add(operation(call.activation, direction), explain(call.activation, direction, call.execution));
+      validate(call.activation, direction, call.raw(tensors), call.execution);
+      alignas(64) static std::byte anywhere[1];  // nothing is read or written
+      made = lay_out(call.activation, anywhere, device);
     }
-    add(call.name, explain(call.problem, direction, call.execution));
+    const Explanation explanation = explain(call.problem, direction, call.execution);
+    add(call.name, explanation);
+    const Inputs inputs = call.inputs(tensors, made);
+    validate(call.problem, direction, inputs, call.execution);
+    if (!explanation.backend.empty()) check_inputs(call.problem, direction, inputs, call.execution);
   }
   return text;
+} catch (const Error& e) {
+  refuse_as_passed(e, op);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from . import _ops
 
 # Refusals of an element type, or of a tensor that is not there.
-_ABOUT_TYPES = re.compile(r"dtype': expected |: expected (a )?dtype |, got none$")
+_ABOUT_TYPES = re.compile(r": expected (a )?dtype |, got none$")
 
 Function = TypeVar("Function", bound=Callable[..., tuple[Tensor, Tensor | None]])
 
@@ -70,6 +70,8 @@ _TOKENS = """
     chunks.
 """
 
+# The tensors of a call that are not options; a function has those its signature has.
+TENSORS = ("q", "k", "v", "g", "beta", "b", "w")
 _OPERATORS: dict[Callable[..., Any], tuple[str, str]] = {}
 
 
@@ -229,13 +231,14 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     call = inspect.signature(function).bind(*tensors, **options)
     call.apply_defaults()
     given = {name: value for name, value in call.arguments.items() if name not in ("safe_gate", "cu_seqlens_cpu")}
-    named = [given.pop(name, None) for name in ("q", "k", "v", "g", "beta", "b", "w")]
+    named = [given.pop(name, None) for name in TENSORS]
     asked = list(arguments(op, *named, **given, schedule=schedule))
     asked[_ops.POLICY] = "save" if given.get("disable_recompute") else "recompute"
     del asked[_ops.OUTPUT_FINAL_STATE]
     device = asked[1].device
     if device.type not in ("cpu", "cuda"):  # where PyTorch has no operator of ours to ask
         raise ValueError(f"{op} forward: argument 'q': expected a tensor on cpu or cuda, got one on {device}")
+    _ops.check_device(op, "forward", {**given, **dict(zip(TENSORS, named, strict=True))})
     try:
         return torch.ops.rewy.explain(*asked)
     except (RuntimeError, ValueError) as error:

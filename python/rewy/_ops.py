@@ -55,7 +55,7 @@ def _activated_shape(
     return (q.shape[0], q.shape[1], of_token)
 
 
-def _one_device(op: str, direction: str, named: dict[str, Any]) -> None:
+def check_device(op: str, direction: str, named: dict[str, Any]) -> None:
     """The library's own refusal. A single tensor on "meta" brings a call here, whose result would be an empty one."""
     device = named["q"].device
     for name, t in named.items():
@@ -91,7 +91,7 @@ def _(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _one_device(op, "forward", locals())
+    check_device(op, "forward", locals())
     heads, width = v.shape[2], v.shape[3]
     o = q.new_empty((q.shape[0], q.shape[1], heads, width))
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -132,7 +132,7 @@ def _(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
 ) -> list[Tensor]:
-    _one_device(op, "backward", locals())
+    check_device(op, "backward", locals())
     inputs = (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias)
     return [t.new_empty(t.shape) for bit, t in enumerate(inputs) if needed >> bit & 1 and t is not None]
 
@@ -209,6 +209,8 @@ def eager(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     if torch.jit.is_tracing():  # what is not handed over as an argument would become a constant
         return forward(*call)[:2]
     if call[POLICY] != "none":
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError("rewy: torch.func.grad and vjp are not supported, torch.autograd.grad is")
         inputs = call[_INPUTS]
         bits = tuple(bit for bit, t in enumerate(inputs) if t is not None)
         return Differentiable.apply(call, bits, *[inputs[bit] for bit in bits])

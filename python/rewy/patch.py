@@ -24,12 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import explain
+from ._call import TENSORS, explain
 
 Function = Callable[..., Any]
 
-# The tensors of a call that are not options; a function has those its signature has.
-_TENSORS = ("q", "k", "v", "g", "beta", "b", "w")
 # These tell FLA how to compute, not what.
 _HINTS = frozenset({"cu_seqlens_cpu", "chunk_indices", "safe_gate"})
 # These change what FLA returns or promises. transformers hands arguments on by name, where FLA's function has the name.
@@ -77,11 +75,6 @@ def _miniature(
 @functools.lru_cache(maxsize=4096)
 def _why_not(function: str, differentiated: bool, device: torch.device, *described: Any) -> str | None:
     """Why a call is not served, backward included where it is differentiated; None if it is."""
-    dtypes = dict(described[1])
-    for first, *others in (("q", "k", "v"), ("b", "w")):  # those that explain does not read
-        for other in others:
-            if first in dtypes and dtypes[other] != dtypes[first]:
-                return f"{other} is not of {first}'s type"
 
     def ask() -> str:
         return explain(_ours(function), **_miniature(function, device, *described))
@@ -168,7 +161,7 @@ class _Translation:
         positional = [p for p in theirs.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.positional = tuple(p.name for p in positional)
         self.required = tuple(p.name for p in positional if p.default is p.empty)
-        self.tensors = tuple(name for name in _TENSORS if name in ours)
+        self.tensors = tuple(name for name in TENSORS if name in ours)
         self.switches = frozenset(name for name, p in ours.items() if p.default is False)
         known = {self.renamed.get(name, name) for name in theirs} | set(keywords)
         self.taken = frozenset(ours) if forgives else frozenset(ours) & known

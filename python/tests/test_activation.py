@@ -324,9 +324,7 @@ def test_refusals(device, dtype):
     given = raw("kda", case, device, dtype)
     with pytest.raises(ValueError, match=r"^kda forward: argument 'allow_neg_eigval': expected False without use_beta"):
         call("kda", case, given, allow_neg_eigval=True)
-    with pytest.raises(
-        ValueError, match=r"^activation forward: argument 'lower_bound': expected a finite number below"
-    ):
+    with pytest.raises(ValueError, match=r"^kda forward: argument 'lower_bound': expected a finite number below"):
         call("kda", case, given, **switches("kda"), lower_bound=1.0)
     with pytest.raises(ValueError, match=r"argument 'dt_bias': expected shape \[64\], got \[2\]"):
         call("kda", case, dict(given, dt_bias=given["A_log"]), **switches("kda"))
@@ -334,9 +332,7 @@ def test_refusals(device, dtype):
         call("kda", case, dict(given, A_log=1.0), **switches("kda"))
     with pytest.raises(ValueError, match=r"^kda forward: argument 'v': expected shape \[1, 40, 2, 24\], got"):
         call("kda", case, dict(given, v=given["v"][:, :5]), **switches("kda"))
-    with pytest.raises(
-        ValueError, match=r"^activation forward: argument 'raw_g': expected shape \[1, 40, 2, 32\], got"
-    ):
+    with pytest.raises(ValueError, match=r"^kda forward: argument 'g': expected shape \[1, 40, 2, 32\], got"):
         call("kda", case, dict(given, g=given["g"][:, :5]), **switches("kda"))
     with pytest.raises(TypeError, match="use_beta_sigmoid_in_kernel"):
         rewy.chunk_gdn2(*(raw("gdn2", case, device, dtype)[n] for n in NAMES["gdn2"]), use_beta_sigmoid_in_kernel=True)

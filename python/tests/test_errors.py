@@ -40,7 +40,12 @@ WRONG = {
     "type of q": (
         lambda a: a.update(q=a["q"].to(torch.int32)),
         TypeError,
-        "argument 'dtype': expected f64, f32, bf16 or f16, got i32",
+        "argument 'q': expected dtype f64, f32, bf16 or f16, got i32",
+    ),
+    "type of a strength": (
+        lambda a: a.update(beta=a["beta"].double()),
+        TypeError,
+        "argument 'beta': expected dtype f64 with dtype f64 and only then, got f64 with dtype {dtype}",
     ),
     "mixed types": (
         lambda a: a.update(k=a["k"].half()),
@@ -115,7 +120,7 @@ OFFSETS = {
     "order": ([0, 9, 8], "argument 'cu_seqlens': expected entry 2 of at least the 9 of entry 1, got 8"),
     "end": ([0, 65], "argument 'cu_seqlens': expected entry 1 of at most T = 64, got 65"),
     "axes": ([[0, 64]], "argument 'cu_seqlens': expected 1 axes, got 2"),
-    "none": ([], "argument 'segments': expected at least 0, got -1"),
+    "none": ([], "argument 'cu_seqlens': expected at least 1 entry, got 0"),
 }
 
 
@@ -193,6 +198,15 @@ def test_explain_says_why_a_backend_declines():
     assert "gdn2 forward: cpu declines: " in text and "gdn2 backward: reference serves it\n" in text
     with pytest.raises(ValueError, match="expected a multiple of H = 2, got 3"):
         rewy.explain(rewy.chunk_kda, *tensors("kda", Case(HV=3)))
+    q, k, v, g, beta = tensors("kda", Case())
+    with pytest.raises(TypeError, match=r"^kda forward: argument 'k': expected dtype f32, got bf16$"):
+        rewy.explain(rewy.chunk_kda, q, k.bfloat16(), v, g, beta)
+    with pytest.raises(ValueError, match=r"^kda forward: argument 'beta': expected shape \[1, 64, 2\], got"):
+        rewy.explain(rewy.chunk_kda, q, k, v, g, beta[:, :3])
+    with pytest.raises(ValueError, match=r"^kda forward: argument 'A_log': expected shape \[2\], got \[1\]"):
+        rewy.explain(rewy.chunk_kda, q, k, v, g, beta, use_gate_in_kernel=True, A_log=torch.zeros(1))
+    with pytest.raises(ValueError, match="argument 'k': expected a tensor on cpu, got one on meta"):
+        rewy.explain(rewy.chunk_kda, q, k.to("meta"), v, g, beta)
     with pytest.raises(ValueError, match="argument 'q': expected a tensor on cpu or cuda, got one on meta"):
         rewy.explain(rewy.chunk_kda, *(t.to("meta") for t in tensors("kda", Case())))
     with pytest.raises(ValueError, match=r"^rewy.explain: expected one of chunk_delta_rule, "):

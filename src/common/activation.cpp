@@ -122,6 +122,10 @@ void validate(const Activation& a, Direction direction, const Execution& executi
   check.execution(execution);
 }
 
+void validate(const Activation& a, Direction direction, const ActivationInputs& in, const Execution& execution) {
+  Call(a, direction, execution).inputs(in, a.normalise, a.normalise, a.gate != Gate::kNone, a.strength);
+}
+
 void validate(const Activation& a, const ActivateArgs& args, const Execution& execution, std::size_t bytes) {
   Call call(a, Direction::kForward, execution);
   call.inputs(args.in, a.normalise, a.normalise, a.gate != Gate::kNone, a.strength);

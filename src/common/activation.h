@@ -27,9 +27,10 @@ std::string operation(const Activation&, Direction);
 /// "an activation of dtype bf16, gate_dtype bf16, strength_dtype bf16, K = 128 on cuda", of the parts there are
 std::string describe(const Activation&, const Execution&);
 
-/// All throw rewy::Error. The first checks what the size function needs, the others the tensors and memory of a call
-/// whose activation is valid; `bytes` is what the chosen backend asks for.
+/// All throw rewy::Error. The first checks what the size function needs, the others the input tensors, or all tensors
+/// and the memory, of a call whose activation is valid; `bytes` is what the chosen backend asks for.
 void validate(const Activation&, Direction, const Execution& = {});
+void validate(const Activation&, Direction, const ActivationInputs&, const Execution&);
 void validate(const Activation&, const ActivateArgs&, const Execution&, std::size_t bytes);
 void validate(const Activation&, const ActivateBackwardArgs&, const Execution&, std::size_t bytes);
 

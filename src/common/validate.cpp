@@ -147,6 +147,10 @@ void validate(const Problem& p, Direction direction, const Execution& execution)
   check.execution(execution);
 }
 
+void validate(const Problem& p, Direction direction, const Inputs& in, const Execution& execution) {
+  Call(p, direction, execution).inputs(in);
+}
+
 void validate(const Problem& p, const ForwardArgs& args, const Execution& execution, const Bytes& bytes) {
   Call call(p, Direction::kForward, execution);
   call.inputs(args.in);

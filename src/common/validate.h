@@ -17,6 +17,9 @@ std::string describe(const Problem&, const Execution&);
 /// execution.
 void validate(const Problem&, Direction, const Execution& = {});
 
+/// The input tensors of a call whose problem is valid.
+void validate(const Problem&, Direction, const Inputs&, const Execution&);
+
 /// The tensors and memory of a call whose problem is valid; `bytes` is what the chosen backend asks for.
 void validate(const Problem&, const ForwardArgs&, const Execution&, const Bytes& bytes);
 void validate(const Problem&, const BackwardArgs&, const Execution&, const Bytes& bytes);
