@@ -16,6 +16,8 @@ Before a form is timed, outputs and all gradients of both sides are compared. Ea
 final state, dq, dk, dv and the initial state's gradient) or 2% (dg, dbeta, db, dw) in the L2 norm (docs/numerics.md),
 so that the two may differ by the sum of both, 1.6% or 4%. A form that differs by more is "refused", not timed.
 
+The file is written after each shape. Rows that are there already and are not measured again stay.
+
 FLA tunes its kernels at first use: bench/time_fla.py says how it is avoided, bench/tune_fla.py does it beforehand; and
 see the former for --fla-times-only.
 """
@@ -31,14 +33,15 @@ import time
 
 import render_cuda
 import time_fla
-from models import SIDES, alternate, microseconds, relative
-from render_cuda import NAMES, shape_text, table
+from models import SIDES, alternate, microseconds, relative, renewed
+from render_cuda import NAMES, of_other_commits, shape_text, table
 from run_cuda import ROOT, command_line, commit_of_tree, driver, file_name, geometric_mean
 
 BEGIN, END = "<!-- compare: written by bench/compare_fla.py -->", "<!-- compare: end -->"
 TIGHT, LOOSE = 2 * 8e-3, 2 * 2e-2
 LOOSE_NAMES = ("g", "beta", "b", "w")
 DIRECTIONS = ("forward", "backward")
+KEY = ("op", "B", "T", "H", "HV", "policy", "safe_gate")
 
 
 def differences(theirs, ours):
@@ -129,6 +132,13 @@ def summarise(rows):
     return summary
 
 
+def in_order(rows):
+    """As bench/time_fla.py lists the shapes; rows of the host by operator."""
+    plan = time_fla.plan(large=True)
+    return sorted(rows, key=lambda row: plan.index(tuple(row[key] for key in KEY)) if "policy" in row
+                  else time_fla.OPERATORS.index(row["op"]))
+
+
 def render(results):
     us = lambda timed: f"{timed['median_us']:.1f}"
     v, machine = results["versions"], results["machine"]
@@ -138,7 +148,8 @@ def render(results):
              f"`{results['command']}`. torch {v['torch']}, Triton {v['triton']}, fla-core {v['fla-core']}. BF16, "
              "K = V = 128. Both sides through PyTorch's autograd, replayed from CUDA graphs in turn; medians. Largest "
              "difference: of the two sides' outputs and gradients, in the L2 norm.", ""]
-    lines += [*results["notes"], ""] if results["notes"] else []
+    notes = results["notes"] + of_other_commits(results, results["rows"] + results["host"])
+    lines += [*notes, ""] if notes else []
     means = [[NAMES[op], one, *(f"{found[direction]:.2f}x" for direction in DIRECTIONS)]
              for op, forms in results["summary"].items() for one, found in forms.items()]
     lines += ["#### Speed-up over FLA, geometric means of six shapes", "",
@@ -193,7 +204,7 @@ def main():
 
 
 def measure(a, parser):
-    """The results, which are written after each shape too."""
+    """The results."""
     import rewy
     import torch
     ops = a.ops.split(",")
@@ -204,32 +215,38 @@ def measure(a, parser):
         time_fla.accept_triton()
     gpu = torch.cuda.get_device_name()
     target = pathlib.Path(a.out or ROOT / "results" / f"compare_fla_{file_name(gpu)}")
+    old = json.loads(target.read_text()) if target.exists() else {"rows": [], "host": []}
+    new = {"rows": [], "host": []}
     results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
                "command": command_line("bench/compare_fla.py", ("--ops", "--repeats", "--seconds"),
                                        ("--no-large", "--fla-times-only", "--quick")),
                "machine": {"gpu": gpu, "driver": driver()},
                "versions": time_fla.versions() | {"rewy": rewy.__version__},
-               "notes": [], "summary": {}, "host": [], "rows": []}
+               "notes": [], "summary": {}, "host": old["host"], "rows": old["rows"]}
 
-    def save():
-        results["summary"] = summarise(results["rows"])
+    def write():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(results, indent=1) + "\n")
 
+    def save(kind, row):
+        new[kind].append({**row, "commit": results["commit"]})
+        results[kind] = in_order(renewed(old[kind], new[kind], KEY))
+        results["summary"] = summarise(results["rows"])
+        write()
+
     for op in ops:
-        results["host"].append(host_row(op, 3 if a.quick else 50))
-        save()
+        save("host", host_row(op, 3 if a.quick else 50))
     start = time.monotonic()
     work = [one for one in time_fla.plan(not a.no_large) if one[0] in ops]
     for i, one in enumerate(work):
         if time.monotonic() - start > a.seconds:
             results["notes"].append(f"stopped after {a.seconds:.0f} s, {len(work) - i} of {len(work)} left")
+            write()
             break
         row = compare(*one, repeats, a.fla_times_only)
         gc.collect()
         torch.cuda.empty_cache()
-        results["rows"].append(row)
-        save()
+        save("rows", row)
         medians = lambda timed: " / ".join(f"{timed[name]['median_us']:.1f}" for name in SIDES)
         shown = row.get("refused") or ", ".join(f"{d} {medians(row[d])} us" for d in DIRECTIONS)
         shape = shape_text((row["B"], row["T"], row["H"]))

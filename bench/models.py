@@ -522,8 +522,14 @@ def versions():
     return time_fla.versions() | {"transformers": transformers.__version__, "rewy": rewy.__version__}
 
 
-def key_of(row):
-    return tuple(row.get(key) for key in ("model", "part", "mode", "T", "layers"))
+KEY = ("model", "part", "mode", "T", "layers")
+
+
+def renewed(old, new, key):
+    """Those of the old rows that were not measured anew, and the new ones."""
+    key_of = lambda row: tuple(row.get(name) for name in key)
+    measured = {key_of(row) for row in new}
+    return [row for row in old if key_of(row) not in measured] + new
 
 
 def summarise(rows):
@@ -654,8 +660,7 @@ def main():
 
         def save(row):
             new.append({**row, "commit": results["commit"]})
-            measured = {key_of(one) for one in new}
-            results["rows"] = [one for one in old if key_of(one) not in measured] + new
+            results["rows"] = renewed(old, new, KEY)
             results["summary"] = summarise(results["rows"])
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(json.dumps(results, indent=1) + "\n")

@@ -136,6 +136,13 @@ def stacked_bars(title, rows, axis):
 
 # Tables.
 
+def of_other_commits(results, rows):
+    """Lines that say which of the rows an earlier run left."""
+    commits = [row["commit"] for row in rows]
+    return [f"{commits.count(commit)} of {len(rows)} rows were measured at commit {commit}."
+            for commit in sorted(set(commits) - {results["commit"]})]
+
+
 def table(head, rows):
     return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] + ["| " + " | ".join(row) + " |" for row in rows]
 

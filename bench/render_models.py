@@ -77,9 +77,7 @@ def render(results):
              f"transformers {v.get('transformers')}. {s['layers']} layers, hidden {s['hidden']}, MLP {s['mlp']}, "
              f"{s['heads']} heads of {s['width']}, vocabulary {s['vocabulary']}, batch {s['batch']}, {s['autocast']} "
              f"autocast, FP32 parameters."]
-    others = sorted({row["commit"] for row in results["rows"]} - {results["commit"]})
-    if others:
-        lines.append(f"Some rows were measured at commit {', '.join(others)}.")
+    lines += render_cuda.of_other_commits(results, results["rows"])
     figures = {}
 
     shares = {(row["model"], row["T"]): row for row in rows_of(results, "operator", "graph") if "failed" not in row}
