@@ -10,7 +10,8 @@ torch.autograd.grad, in CUDA graphs of two calls; the replays of both sides alte
 each, medians. safe_gate=True, FLA's path for gates in [-5, 0), is compared with this library's only one.
 
 First comes the host's time of one eager call, forward and backward, at B = 1, T = 64, 4 heads: both sides in turn, the
-least of the mean values over 20 calls, as bench/host_time.py measures it.
+least of the mean values over 20 calls, as bench/host_time.py measures it; beside them an autograd function that does
+nothing on as many tensors, which is PyTorch's own part.
 
 Before a form is timed, outputs and all gradients of both sides are compared. Each may be off the true value by 0.8% (o,
 final state, dq, dk, dv and the initial state's gradient) or 2% (dg, dbeta, db, dw) in the L2 norm (docs/numerics.md),
@@ -100,7 +101,8 @@ def host_row(op, repeats):
     row = {"op": op, **about}
     work = {}
     try:
-        for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op])):
+        empty = lambda *inputs: [host_time.Empty.apply(*inputs)]
+        for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op]), ("empty", empty)):
             def call(function=function):
                 torch.autograd.grad(function(*inputs)[0], inputs, d_o)
             for _ in range(3):
@@ -156,11 +158,12 @@ def render(results):
               *table(["operator", "form", *DIRECTIONS], means), ""]
     if results["host"]:
         lines += ["#### The host's time of one eager forward and backward, (B, T, H) = (1, 64, 4), K = V = 128", "",
-                  "The least of the mean values over 20 calls, both sides in turn.", "",
-                  *table(["operator", "FLA us", "rewy us", ""],
-                         [[NAMES[row["op"]], row["refused"], "-", "-"] if "refused" in row else
-                          [NAMES[row["op"]], f"{row['fla_us']:.0f}", f"{row['rewy_us']:.0f}", f"{row['ratio']:.1f}x"]
-                          for row in results["host"]]), ""]
+                  "The least of the mean values over 20 calls, in turn. *Empty*: an autograd function that does nothing, "
+                  "on as many tensors.", "",
+                  *table(["operator", "FLA us", "rewy us", "", "empty us"],
+                         [[NAMES[row["op"]], row["refused"], "-", "-", "-"] if "refused" in row else
+                          [NAMES[row["op"]], f"{row['fla_us']:.0f}", f"{row['rewy_us']:.0f}", f"{row['ratio']:.1f}x",
+                           f"{row['empty_us']:.0f}" if "empty_us" in row else "-"] for row in results["host"]]), ""]
     for op in time_fla.OPERATORS:
         rows = [row for row in results["rows"] if row["op"] == op]
         if not rows:
