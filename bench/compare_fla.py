@@ -17,7 +17,8 @@ Before a form is timed, outputs and all gradients of both sides are compared. Ea
 final state, dq, dk, dv and the initial state's gradient) or 2% (dg, dbeta, db, dw) in the L2 norm (docs/numerics.md),
 so that the two may differ by the sum of both, 1.6% or 4%. A form that differs by more is "refused", not timed.
 
-The file is written after each shape. Rows that are there already and are not measured again stay.
+The file is written after each shape. Rows that are there already and are not measured again stay, unless they are of
+another machine or other versions.
 
 FLA tunes its kernels at first use: bench/time_fla.py says how it is avoided, bench/tune_fla.py does it beforehand; and
 see the former for --fla-times-only.
@@ -34,7 +35,7 @@ import time
 
 import render_cuda
 import time_fla
-from models import SIDES, alternate, microseconds, relative, renewed
+from models import SIDES, alternate, earlier, microseconds, relative, renewed
 from render_cuda import NAMES, of_other_commits, shape_text, table
 from run_cuda import ROOT, command_line, commit_of_tree, driver, file_name, geometric_mean
 
@@ -100,6 +101,7 @@ def host_row(op, repeats):
     d_o = torch.ones_like(inputs[2])
     row = {"op": op, **about}
     work = {}
+    name = None
     try:
         empty = lambda *inputs: [host_time.Empty.apply(*inputs)]
         for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op]), ("empty", empty)):
@@ -112,7 +114,7 @@ def host_row(op, repeats):
             row[f"{name}_us"] = min(times)
         row["ratio"] = row["fla_us"] / row["rewy_us"]
     except Exception as error:  # as above
-        row["refused"] = time_fla.one_line(error)
+        row["refused"] = f"{name}: {time_fla.one_line(error)}"
     return row
 
 
@@ -136,9 +138,9 @@ def summarise(rows):
 
 def in_order(rows):
     """As bench/time_fla.py lists the shapes; rows of the host by operator."""
-    plan = time_fla.plan(large=True)
-    return sorted(rows, key=lambda row: plan.index(tuple(row[key] for key in KEY)) if "policy" in row
-                  else time_fla.OPERATORS.index(row["op"]))
+    places = {one: i for i, one in enumerate(time_fla.plan(large=True))}
+    places |= {(op, 1, 64, 4, None, None, None): i for i, op in enumerate(time_fla.OPERATORS)}
+    return sorted(rows, key=lambda row: places.get(tuple(row.get(key) for key in KEY), len(places)))
 
 
 def render(results):
@@ -150,7 +152,9 @@ def render(results):
              f"`{results['command']}`. torch {v['torch']}, Triton {v['triton']}, fla-core {v['fla-core']}. BF16, "
              "K = V = 128. Both sides through PyTorch's autograd, replayed from CUDA graphs in turn; medians. Largest "
              "difference: of the two sides' outputs and gradients, in the L2 norm.", ""]
-    notes = results["notes"] + of_other_commits(results, results["rows"] + results["host"])
+    unchecked = any("unchecked" in row for row in results["rows"])
+    notes = (["*: FLA refuses to compute this with this Triton; its time alone."] if unchecked else [])
+    notes += results["notes"] + of_other_commits(results, results["rows"] + results["host"])
     lines += [*notes, ""] if notes else []
     means = [[NAMES[op], one, *(f"{found[direction]:.2f}x" for direction in DIRECTIONS)]
              for op, forms in results["summary"].items() for one, found in forms.items()]
@@ -218,14 +222,14 @@ def measure(a, parser):
         time_fla.accept_triton()
     gpu = torch.cuda.get_device_name()
     target = pathlib.Path(a.out or ROOT / "results" / f"compare_fla_{file_name(gpu)}")
-    old = json.loads(target.read_text()) if target.exists() else {"rows": [], "host": []}
     new = {"rows": [], "host": []}
     results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
                "command": command_line("bench/compare_fla.py", ("--ops", "--repeats", "--seconds"),
                                        ("--no-large", "--fla-times-only", "--quick")),
                "machine": {"gpu": gpu, "driver": driver()},
                "versions": time_fla.versions() | {"rewy": rewy.__version__},
-               "notes": [], "summary": {}, "host": old["host"], "rows": old["rows"]}
+               "notes": [], "summary": {}, "host": [], "rows": []}
+    old = earlier(target, results)
 
     def write():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +237,8 @@ def measure(a, parser):
 
     def save(kind, row):
         new[kind].append({**row, "commit": results["commit"]})
-        results[kind] = in_order(renewed(old[kind], new[kind], KEY))
+        for one in new:
+            results[one] = in_order(renewed(old.get(one, []), new[one], KEY))
         results["summary"] = summarise(results["rows"])
         write()
 

@@ -28,7 +28,8 @@ curves     losses of some AdamW updates from the same weights on the same text, 
 FLA tunes its kernels at first use; bench/tune_fla.py does that beforehand. FLA refuses GDN's backward on Hopper with
 Triton 3.4.0 to 3.7.0; --fla-times-only: bench/time_fla.py says what it does. Gradients and curves are then left out.
 
-The file is written after each row. Rows that are there already and are not measured again stay.
+The file is written after each row. Rows that are there already and are not measured again stay, unless they are of
+another machine or other versions.
 """
 
 import argparse
@@ -525,6 +526,12 @@ def versions():
 KEY = ("model", "part", "mode", "T", "layers")
 
 
+def earlier(target, results):
+    """What an earlier run left in the file; nothing if it had another machine or other versions."""
+    old = json.loads(target.read_text()) if target.exists() else {}
+    return old if all(old.get(key) == results[key] for key in ("machine", "versions")) else {}
+
+
 def renewed(old, new, key):
     """Those of the old rows that were not measured anew, and the new ones."""
     key_of = lambda row: tuple(row.get(name) for name in key)
@@ -646,8 +653,6 @@ def main():
         if a.fla_times_only:
             time_fla.accept_triton()
         target = pathlib.Path(a.out or ROOT / "results" / f"models_{file_name(torch.cuda.get_device_name())}")
-        rows = json.loads(target.read_text())["rows"] if target.exists() else []
-        old = [row for row in rows if row["part"] != "served"]
         new = []
         results = {"date": datetime.date.today().isoformat(), "commit": a.commit or commit_of_tree(),
                    "command": command_line("bench/models.py", ("--models", "--lengths", "--parts", "--layers",
@@ -657,6 +662,8 @@ def main():
                    "machine": {"gpu": torch.cuda.get_device_name(), "driver": driver()}, "versions": versions(),
                    "setup": {"layers": LAYERS, "hidden": HIDDEN, "mlp": MLP, "heads": HEADS, "width": WIDTH,
                              "vocabulary": VOCABULARY, "batch": 1, "autocast": "BF16"}}
+
+        old = [row for row in earlier(target, results).get("rows", []) if row["part"] != "served"]
 
         def save(row):
             new.append({**row, "commit": results["commit"]})

@@ -138,7 +138,7 @@ def stacked_bars(title, rows, axis):
 
 def of_other_commits(results, rows):
     """Lines that say which of the rows an earlier run left."""
-    commits = [row["commit"] for row in rows]
+    commits = [row.get("commit", "not noted") for row in rows]
     return [f"{commits.count(commit)} of {len(rows)} rows were measured at commit {commit}."
             for commit in sorted(set(commits) - {results["commit"]})]
 

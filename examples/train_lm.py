@@ -218,8 +218,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="what the samples continue; default a new line")
     args = parser.parse_args()
     for path in (args.text, args.load):
-        if path is not None and not path.is_file():
+        if path is not None and (not path.exists() or path.is_dir()):
             parser.error(f"{path} is no file")
+    if args.save is not None and not args.save.parent.is_dir():
+        parser.error(f"{args.save.parent} is no folder")
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -257,10 +259,10 @@ def main() -> None:
     curve[args.steps] = evaluate(runner, windows, args.batch)
     print(f"held-out text: {curve[args.steps]:.3f} bits per byte")
 
-    picture = (args.save or Path("train_lm")).with_suffix(".png")
-    plot(picture, title, losses, curve)
     if args.save:
         torch.save(model.state_dict(), args.save)
+    picture = (args.save or Path("train_lm")).with_suffix(".png")
+    plot(picture, title, losses, curve)
     for sample in generate(model, args.prompt.encode() or b"\n", count=400, samples=2):
         print("-" * 80, sample.decode(errors="replace"), sep="\n")
     print("-" * 80, f"losses: {picture}", sep="\n")

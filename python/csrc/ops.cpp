@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/activation.h"
@@ -59,11 +60,11 @@ struct Activated {
 
 /// In memory one after the other, from rows whose bytes are multiples of 16 where kernels want that to single numbers.
 Activated lay_out(const Activation& a, void* memory, Device device) {
-  auto* next = static_cast<std::byte*>(memory);
+  auto next = reinterpret_cast<std::uintptr_t>(memory);
   const auto take = [&](bool there, DType dtype, std::initializer_list<std::int64_t> shape) {
     if (!there) return TensorView{};
-    const TensorView view(next, dtype, shape, device);
-    next += view.elements() * static_cast<std::int64_t>(size_of(dtype));
+    const TensorView view(reinterpret_cast<void*>(next), dtype, shape, device);
+    next += static_cast<std::uintptr_t>(view.elements()) * size_of(dtype);
     return view;
   };
   Activated at;
@@ -205,6 +206,9 @@ struct Call {
       a.strength = true;
       a.allow_negative_eigenvalues = options.allow_neg_eigval;
       a.strength_dtype = problem.strength_dtype;
+      if ((a.strength_dtype == DType::kF64) != (problem.dtype == DType::kF64)) {
+        throw Error(name, "beta", "dtype f64 where q has it and only there", std::string(rewy::name(a.strength_dtype)));
+      }
       a.beta_dtype = problem.strength_dtype = wide(a.strength_dtype);
     }
   }
@@ -250,7 +254,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);
-  if (call.differentiated) check_inputs(p, Direction::kBackward, args.in, by_chunks);
+  // By chunks the forward asks the same of them.
+  if (call.differentiated && !keeps) check_inputs(p, Direction::kBackward, args.in, by_chunks);
   if (call.activates()) {  // all of a call is checked before anything is launched
     validate(p, args, call.execution, bytes);
     check_inputs(p, Direction::kForward, args.in, call.execution);
@@ -400,33 +405,44 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
                        bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
                        std::optional<double> lower_bound) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
+  // A backward goes by chunks, whatever the forward does. What a call refuses is refused here, in the call's order.
+  const Options options{scale,     state_v_first, policy,        backend,          parse_schedule(schedule),
+                        normalise, activate_gate, activate_beta, allow_neg_eigval, lower_bound};
+  Options by_chunks = options;
+  by_chunks.schedule = Schedule::kChunks;
+  const Call forward(op, Direction::kForward, tensors, options);
+  const Call backward(op, Direction::kBackward, tensors, by_chunks);
+  const Device device = forward.execution.device;
+  const DeviceScope scope(device);
+  using Explained = std::pair<std::string, Explanation>;
+  const auto explained = [](const auto& description, Direction direction, const Call& call) {
+    return Explained(operation(description, direction), explain(description, direction, call.execution));
+  };
+  const Explained operators[] = {explained(forward.problem, Direction::kForward, forward),
+                                 explained(backward.problem, Direction::kBackward, backward)};
+  alignas(64) static std::byte anywhere[1];  // nothing is read or written
+  const Inputs inputs =
+      forward.inputs(tensors, forward.activates() ? lay_out(forward.activation, anywhere, device) : Activated{});
+  validate(forward.problem, Direction::kForward, inputs, forward.execution);
+  if (!operators[0].second.backend.empty()) {
+    check_inputs(forward.problem, Direction::kForward, inputs, forward.execution);
+  }
+  std::vector<Explained> rows;
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    const bool first = direction == Direction::kForward;
+    const Call& call = first ? forward : backward;
+    if (call.activates()) {
+      rows.push_back(explained(call.activation, direction, call));
+      validate(call.activation, direction, call.raw(tensors), call.execution);
+    }
+    rows.push_back(operators[first ? 0 : 1]);
+  }
   std::string text;
-  const auto add = [&](const std::string& name, const Explanation& explanation) {
+  for (const auto& [name, explanation] : rows) {
     for (const Explanation::Row& row : explanation.rows) {
       text += name + ": " + row.backend + " " + row.answer() + "\n";
     }
     if (explanation.backend.empty()) text += name + ": no backend serves it\n";
-  };
-  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    // A backward goes by chunks, whatever the forward does.
-    const Schedule by = direction == Direction::kForward ? parse_schedule(schedule) : Schedule::kChunks;
-    const Call call(op, direction, tensors,
-                    {scale, state_v_first, policy, backend, by, normalise, activate_gate, activate_beta,
-                     allow_neg_eigval, lower_bound});
-    const Device device = call.execution.device;
-    const DeviceScope scope(device);
-    Activated made;
-    if (call.activates()) {
-      add(operation(call.activation, direction), explain(call.activation, direction, call.execution));
-      validate(call.activation, direction, call.raw(tensors), call.execution);
-      alignas(64) static std::byte anywhere[1];  // nothing is read or written
-      made = lay_out(call.activation, anywhere, device);
-    }
-    const Explanation explanation = explain(call.problem, direction, call.execution);
-    add(call.name, explanation);
-    const Inputs inputs = call.inputs(tensors, made);
-    validate(call.problem, direction, inputs, call.execution);
-    if (!explanation.backend.empty()) check_inputs(call.problem, direction, inputs, call.execution);
   }
   return text;
 } catch (const Error& e) {

@@ -14,6 +14,13 @@ from torch.autograd import forward_ad
 from . import _ops
 
 # Refusals of an element type, or of a tensor that is not there.
+# PyTorch's own of what is no tensor, by its names in the schema.
+_ABOUT_OPTIONS = re.compile(r"rewy::\w+\(\) Expected a value of type '(.*?)' for argument '(\w+)' but .* type '(\w+)'")
+_OPTIONS = {
+    "normalise": "use_qk_l2norm_in_kernel",
+    "activate_gate": "use_gate_in_kernel",
+    "activate_beta": "use_beta_sigmoid_in_kernel",
+}
 _ABOUT_TYPES = re.compile(r": expected (a )?dtype |, got none$")
 
 Function = TypeVar("Function", bound=Callable[..., tuple[Tensor, Tensor | None]])
@@ -90,11 +97,12 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
     return decorate
 
 
-def _refusal(error: Exception) -> Exception | None:
+def _refusal(error: Exception, op: str) -> Exception | None:
     """The library's own "op direction: argument 'x': expected ...", which PyTorch passes on as the one or the other."""
     text = str(error)
-    if text.startswith("rewy::") and "Expected a value of type" in text:  # an option that is a string, say
-        return TypeError(text.splitlines()[0])
+    if option := _ABOUT_OPTIONS.match(text):  # one that is a string, say
+        expected, name, got = option.groups()
+        return TypeError(f"{op} forward: argument '{_OPTIONS.get(name, name)}': expected {expected}, got {got}")
     if ": argument '" not in text:
         return None
     return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)
@@ -201,7 +209,7 @@ def run(call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
         try:
             o, final_state = _ops.eager(call)
         except (RuntimeError, ValueError) as error:
-            refusal = _refusal(error)
+            refusal = _refusal(error, call[0])
             if refusal is None:
                 raise
             raise refusal from None
@@ -233,16 +241,16 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     given = {name: value for name, value in call.arguments.items() if name not in ("safe_gate", "cu_seqlens_cpu")}
     named = [given.pop(name, None) for name in TENSORS]
     asked = list(arguments(op, *named, **given, schedule=schedule))
+    _ops.check_tensors(op, "forward", dict(zip(_ops.NAMES, asked, strict=True)))
     asked[_ops.POLICY] = "save" if given.get("disable_recompute") else "recompute"
     del asked[_ops.OUTPUT_FINAL_STATE]
     device = asked[1].device
     if device.type not in ("cpu", "cuda"):  # where PyTorch has no operator of ours to ask
         raise ValueError(f"{op} forward: argument 'q': expected a tensor on cpu or cuda, got one on {device}")
-    _ops.check_device(op, "forward", {**given, **dict(zip(TENSORS, named, strict=True))})
     try:
         return torch.ops.rewy.explain(*asked)
     except (RuntimeError, ValueError) as error:
-        refusal = _refusal(error)
+        refusal = _refusal(error, op)
         if refusal is None:
             raise
         raise refusal from None

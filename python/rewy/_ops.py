@@ -55,14 +55,17 @@ def _activated_shape(
     return (q.shape[0], q.shape[1], of_token)
 
 
-def check_device(op: str, direction: str, named: dict[str, Any]) -> None:
-    """The library's own refusal. A single tensor on "meta" brings a call here, whose result would be an empty one."""
+def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
+    """The library's own refusals, where PyTorch asks for the shapes of results alone. A single tensor on "meta" brings
+    a call here, whose result would be an empty one."""
     device = named["q"].device
     for name, t in named.items():
         if isinstance(t, Tensor) and t.device != device:
-            raise ValueError(
-                f"{op} {direction}: argument '{name}': expected a tensor on {device}, got one on {t.device}"
-            )
+            name, expected, got = (name, device, t.device) if device.type != "meta" else ("q", t.device, device)
+            raise ValueError(f"{op} {direction}: argument '{name}': expected a tensor on {expected}, got one on {got}")
+    for name in ("q", "v"):
+        if named[name].dim() != 4:
+            raise ValueError(f"{op} {direction}: argument '{name}': expected 4 axes, got {named[name].dim()}")
 
 
 @torch.library.register_fake("rewy::forward")
@@ -91,7 +94,7 @@ def _(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_device(op, "forward", locals())
+    check_tensors(op, "forward", locals())
     heads, width = v.shape[2], v.shape[3]
     o = q.new_empty((q.shape[0], q.shape[1], heads, width))
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -132,11 +135,12 @@ def _(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
 ) -> list[Tensor]:
-    check_device(op, "backward", locals())
+    check_tensors(op, "backward", locals())
     inputs = (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias)
     return [t.new_empty(t.shape) for bit, t in enumerate(inputs) if needed >> bit & 1 and t is not None]
 
 
+NAMES = tuple(argument.name for argument in forward._schema.arguments)
 # Positions in the schema of forward.
 _Q, _CU_SEQLENS, _SCALE, OUTPUT_FINAL_STATE, _STATE_V_FIRST, POLICY, _BACKEND, _SCHEDULE = 1, *range(11, 18)
 _INPUTS = slice(_Q, _CU_SEQLENS)  # q to dt_bias: those that can have a gradient
@@ -208,13 +212,16 @@ def eager(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """
     if torch.jit.is_tracing():  # what is not handed over as an argument would become a constant
         return forward(*call)[:2]
-    if call[POLICY] != "none":
-        if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
             raise NotImplementedError("rewy: torch.func.grad and vjp are not supported, torch.autograd.grad is")
+        return forward(*call)[:2]
+    if call[POLICY] != "none":
         inputs = call[_INPUTS]
         bits = tuple(bit for bit, t in enumerate(inputs) if t is not None)
         return Differentiable.apply(call, bits, *[inputs[bit] for bit in bits])
-    if torch.is_grad_enabled():  # behind vmap, say, a tensor that requires no gradient may hold one that does
+    if torch.is_grad_enabled():  # a tensor that requires no gradient may hold one that does
         return forward(*call)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*call)[:2]

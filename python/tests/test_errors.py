@@ -103,7 +103,7 @@ def test_refused_with_the_library_s_text(change, differentiated, device, dtype):
 
 @pytest.mark.parametrize("option", ["scale", "output_final_state", "state_v_first", "use_qk_l2norm_in_kernel"])
 def test_types_of_options(option):
-    with pytest.raises(TypeError, match="Expected a value of type"):
+    with pytest.raises(TypeError, match=f"^kda forward: argument '{option}': expected .*(bool|float).*, got str$"):
         rewy.chunk_kda(*tensors("kda", Case()), **{option: "x"})
 
 
@@ -148,6 +148,8 @@ def test_one_tensor_without_memory(place):
     """PyTorch takes a call with a tensor on "meta" to what infers shapes."""
     inputs = tensors("kda", Case())
     inputs[place] = inputs[place].to("meta")
+    with pytest.raises(ValueError, match=r"^kda forward: argument 'q': expected a tensor on cpu, got one on meta$"):
+        rewy.chunk_kda(inputs[0].to("meta"), *tensors("kda", Case())[1:])
     with pytest.raises(ValueError, match=r"expected a tensor on cpu, got one on meta$"):
         rewy.chunk_kda(*inputs)
 
@@ -207,6 +209,16 @@ def test_explain_says_why_a_backend_declines():
         rewy.explain(rewy.chunk_kda, q, k, v, g, beta, use_gate_in_kernel=True, A_log=torch.zeros(1))
     with pytest.raises(ValueError, match="argument 'k': expected a tensor on cpu, got one on meta"):
         rewy.explain(rewy.chunk_kda, q, k.to("meta"), v, g, beta)
+    ignored = {"A_log": torch.zeros(1, device="meta"), "dt_bias": torch.zeros(1)}
+    assert "serves it" in rewy.explain(rewy.chunk_kda, q, k, v, g, beta, **ignored)
+    raw = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": torch.zeros(5)}
+    for change in ({"v": v[:, :5]}, {"q": torch.cat([q, q], 2)}, {"q": q.bfloat16()}, {"g": g.double()}, {}):
+        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, **raw, **change}
+        with pytest.raises((TypeError, ValueError)) as called:
+            rewy.chunk_kda(**given)
+        with pytest.raises((TypeError, ValueError)) as explained:
+            rewy.explain(rewy.chunk_kda, **given)
+        assert (type(called.value), str(called.value)) == (type(explained.value), str(explained.value))
     with pytest.raises(ValueError, match="argument 'q': expected a tensor on cpu or cuda, got one on meta"):
         rewy.explain(rewy.chunk_kda, *(t.to("meta") for t in tensors("kda", Case())))
     with pytest.raises(ValueError, match=r"^rewy.explain: expected one of chunk_delta_rule, "):

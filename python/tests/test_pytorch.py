@@ -103,6 +103,8 @@ def test_function_transforms_are_refused(device, dtype):
     q, *rest = tensors("kda", Case(), device, dtype)
     with pytest.raises(NotImplementedError, match=r"^rewy: torch\.func\.grad and vjp are not supported"):
         torch.func.grad(lambda q: rewy.chunk_kda(q, *rest)[0].float().sum())(q)
+    with pytest.raises(NotImplementedError, match=r"^rewy: torch\.func\.grad and vjp are not supported"):
+        torch.func.grad(lambda q: torch.func.vmap(lambda q: rewy.chunk_kda(q, *rest)[0])(q).float().sum())(q[None])
 
 
 @pytest.mark.parametrize("function", [rewy.chunk_kda, rewy.fused_recurrent_kda])
@@ -139,6 +141,22 @@ def test_gradients_behind_vmap(device, dtype):
     (found,) = torch.autograd.grad(torch.func.vmap(call)(batch).float().sum(), batch)
     given = [q.detach().requires_grad_() for q in batch]
     assert_same_bits([*found], [torch.autograd.grad(call(q).float().sum(), q)[0] for q in given])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_what_vmap_does_not_batch(device, dtype):
+    """A layer's parameter, say."""
+    q, *rest = tensors("kda", Case(), device, dtype)
+    batch, A_log = torch.stack([q, -q]), torch.zeros(2, device=device, requires_grad=True)
+
+    def call(q):
+        return rewy.chunk_kda(q, *rest, use_gate_in_kernel=True, A_log=A_log)[0]
+
+    found, expected = (
+        torch.autograd.grad(o.float().sum(), A_log)[0]
+        for o in (torch.func.vmap(call)(batch), torch.stack([call(q) for q in batch]))
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_gradients_behind_functionalize(device, dtype):
