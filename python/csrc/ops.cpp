@@ -102,7 +102,7 @@ struct Call {
     } else {
       problem.strength_dtype = problem.dtype;  // its absence is refused, whatever the type
     }
-    describe_activation(t, options);
+    describe_activation(t, direction, options);
     problem.state_layout = options.state_v_first ? StateLayout::kVK : StateLayout::kKV;
     differentiated = options.policy != "none";
     if (differentiated) problem.policy = parse_policy(options.policy);
@@ -192,7 +192,7 @@ struct Call {
 
  private:
   /// The parts that are activated inside the call; the operator's strength is then what its sigmoid makes.
-  void describe_activation(const Tensors& t, const Options& options) {
+  void describe_activation(const Tensors& t, Direction direction, const Options& options) {
     Activation& a = activation;
     a = {.B = problem.B, .T = problem.T, .H = problem.H, .HV = problem.HV, .K = problem.K};
     a.normalise = options.normalise;
@@ -206,9 +206,7 @@ struct Call {
       a.strength = true;
       a.allow_negative_eigenvalues = options.allow_neg_eigval;
       a.strength_dtype = problem.strength_dtype;
-      if ((a.strength_dtype == DType::kF64) != (problem.dtype == DType::kF64)) {
-        throw Error(name, "beta", "dtype f64 where q has it and only there", std::string(rewy::name(a.strength_dtype)));
-      }
+      validate(problem, direction);  // while it has the type that was passed
       a.beta_dtype = problem.strength_dtype = wide(a.strength_dtype);
     }
   }
@@ -428,15 +426,13 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
     check_inputs(forward.problem, Direction::kForward, inputs, forward.execution);
   }
   std::vector<Explained> rows;
-  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    const bool first = direction == Direction::kForward;
-    const Call& call = first ? forward : backward;
-    if (call.activates()) {
-      rows.push_back(explained(call.activation, direction, call));
-      validate(call.activation, direction, call.raw(tensors), call.execution);
-    }
-    rows.push_back(operators[first ? 0 : 1]);
+  if (forward.activates()) {
+    rows.push_back(explained(forward.activation, Direction::kForward, forward));
+    validate(forward.activation, Direction::kForward, forward.raw(tensors), forward.execution);
   }
+  rows.push_back(operators[0]);
+  if (backward.activates()) rows.push_back(explained(backward.activation, Direction::kBackward, backward));
+  rows.push_back(operators[1]);
   std::string text;
   for (const auto& [name, explanation] : rows) {
     for (const Explanation::Row& row : explanation.rows) {

@@ -13,14 +13,14 @@ from torch.autograd import forward_ad
 
 from . import _ops
 
-# Refusals of an element type, or of a tensor that is not there.
-# PyTorch's own of what is no tensor, by its names in the schema.
+# PyTorch's refusals of options that are of a wrong type, by their names in the schema.
 _ABOUT_OPTIONS = re.compile(r"rewy::\w+\(\) Expected a value of type '(.*?)' for argument '(\w+)' but .* type '(\w+)'")
 _OPTIONS = {
     "normalise": "use_qk_l2norm_in_kernel",
     "activate_gate": "use_gate_in_kernel",
     "activate_beta": "use_beta_sigmoid_in_kernel",
 }
+# The library's refusals of an element type, or of a tensor that is not there.
 _ABOUT_TYPES = re.compile(r": expected (a )?dtype |, got none$")
 
 Function = TypeVar("Function", bound=Callable[..., tuple[Tensor, Tensor | None]])
@@ -231,7 +231,7 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
         One line a backend that was asked: "kda forward: cpu serves it".
 
     Raises:
-        ValueError, TypeError: as the call would, where its arguments do not make a problem.
+        ValueError, TypeError: as the call would.
     """
     if function not in _OPERATORS:
         raise ValueError(f"rewy.explain: expected one of {', '.join(f.__name__ for f in _OPERATORS)}, got {function!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +21,6 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_tables_are_rendered_from_results(program, tmp_path):
     results = ROOT / "results" / PROGRAMS[program]
-    if not results.exists():  # not measured yet: then nothing stands there either
-        assert re.search(rf"written by bench/{program} -->\n<!-- \w+: end -->", DOCUMENT.read_text())
-        return
     folder = tmp_path / "docs"  # figures are named relative to the document
     folder.mkdir()
     copy = folder / DOCUMENT.name

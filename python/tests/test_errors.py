@@ -143,14 +143,13 @@ def test_tensors_on_two_devices(cuda):
         rewy.chunk_kda(q, k.to(cuda), v, g, beta)
 
 
-@pytest.mark.parametrize("place", range(1, 5))
+@pytest.mark.parametrize("place", range(5))
 def test_one_tensor_without_memory(place):
     """PyTorch takes a call with a tensor on "meta" to what infers shapes."""
     inputs = tensors("kda", Case())
     inputs[place] = inputs[place].to("meta")
-    with pytest.raises(ValueError, match=r"^kda forward: argument 'q': expected a tensor on cpu, got one on meta$"):
-        rewy.chunk_kda(inputs[0].to("meta"), *tensors("kda", Case())[1:])
-    with pytest.raises(ValueError, match=r"expected a tensor on cpu, got one on meta$"):
+    name = NAMES["kda"][place]
+    with pytest.raises(ValueError, match=f"^kda forward: argument '{name}': expected a tensor on cpu, got one on meta"):
         rewy.chunk_kda(*inputs)
 
 

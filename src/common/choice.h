@@ -58,10 +58,6 @@ Choice<Entry> look_up(Entries<Entry> table, const Problem& p, Direction directio
 /// The row that look_up() finds. Throws Error if there is none.
 template <class Entry, class Problem>
 const Entry& choose_entry(Entries<Entry> table, const Problem& p, Direction direction, const Execution& execution) {
-  for (const Entry* entry : table) {  // what look_up() does, without its account
-    if (execution.backend != Backend::kAutomatic && execution.backend != entry->id) continue;
-    if (reason_against(*entry, table, p, direction, execution).empty()) return *entry;
-  }
   const Choice<Entry> choice = look_up(table, p, direction, execution);
   if (choice.entry != nullptr) return *choice.entry;
   if (const DeviceKind kind = execution.device.kind; kind != DeviceKind::kCpu && !serves_device(table, kind)) {
