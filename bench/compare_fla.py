@@ -11,7 +11,9 @@ each, medians. safe_gate=True, FLA's path for gates in [-5, 0), is compared with
 
 First comes the host's time of one eager call, forward and backward, at B = 1, T = 64, 4 heads: both sides in turn, the
 least of the mean values over 20 calls, as bench/host_time.py measures it; beside them an autograd function that does
-nothing on as many tensors, which is PyTorch's own part.
+nothing on as many tensors, which is PyTorch's own part. On a GPU autograd runs a backward in a thread of its own, which
+the caller waits for; both are measured once more under torch.autograd.set_multithreading_enabled(False), which runs it
+in the caller's.
 
 Before a form is timed, outputs and all gradients of both sides are compared. Each may be off the true value by 0.8% (o,
 final state, dq, dk, dv and the initial state's gradient) or 2% (dg, dbeta, db, dw) in the L2 norm (docs/numerics.md),
@@ -43,6 +45,7 @@ BEGIN, END = "<!-- compare: written by bench/compare_fla.py -->", "<!-- compare:
 TIGHT, LOOSE = 2 * 8e-3, 2 * 2e-2
 LOOSE_NAMES = ("g", "beta", "b", "w")
 DIRECTIONS = ("forward", "backward")
+THREADS = {"own": "a thread of its own", "caller": "the caller's thread"}  # where autograd runs a backward
 KEY = ("op", "B", "T", "H", "HV", "policy", "safe_gate")
 
 
@@ -100,19 +103,20 @@ def host_row(op, repeats):
               if t is not None]
     d_o = torch.ones_like(inputs[2])
     row = {"op": op, **about}
-    work = {}
     name = None
     try:
         empty = lambda *inputs: [host_time.Empty.apply(*inputs)]
+        work = {}
         for name, function in (("fla", time_fla.operator(op)), ("rewy", host_time.FUNCTIONS[op]), ("empty", empty)):
             def call(function=function):
                 torch.autograd.grad(function(*inputs)[0], inputs, d_o)
             for _ in range(3):
                 call()  # compiles
             work[name] = lambda call=call: host_time.host_us(call, "cuda", 1)
-        for name, times in alternate(work, repeats).items():
-            row[f"{name}_us"] = min(times)
-        row["ratio"] = row["fla_us"] / row["rewy_us"]
+        for where in THREADS:
+            with torch.autograd.set_multithreading_enabled(where == "own"):
+                times = {f"{name}_us": min(observed) for name, observed in alternate(work, repeats).items()}
+            row[where] = times | {"ratio": times["fla_us"] / times["rewy_us"]}
     except Exception as error:  # as above
         row["refused"] = f"{name}: {time_fla.one_line(error)}"
     return row
@@ -161,13 +165,20 @@ def render(results):
     lines += ["#### Speed-up over FLA, geometric means of six shapes", "",
               *table(["operator", "form", *DIRECTIONS], means), ""]
     if results["host"]:
+        shown = []
+        for row in results["host"]:
+            if "refused" in row:
+                shown.append([NAMES[row["op"]], row["refused"]] + ["-"] * 4)
+                continue
+            for where, words in THREADS.items():
+                us_of = {name: f"{row[where][name + '_us']:.0f}" for name in ("fla", "rewy", "empty")}
+                shown.append([NAMES[row["op"]], words, us_of["fla"], us_of["rewy"], f"{row[where]['ratio']:.1f}x",
+                              us_of["empty"]])
         lines += ["#### The host's time of one eager forward and backward, (B, T, H) = (1, 64, 4), K = V = 128", "",
-                  "The least of the mean values over 20 calls, in turn. *Empty*: an autograd function that does nothing, "
-                  "on as many tensors.", "",
-                  *table(["operator", "FLA us", "rewy us", "", "empty us"],
-                         [[NAMES[row["op"]], row["refused"], "-", "-", "-"] if "refused" in row else
-                          [NAMES[row["op"]], f"{row['fla_us']:.0f}", f"{row['rewy_us']:.0f}", f"{row['ratio']:.1f}x",
-                           f"{row['empty_us']:.0f}" if "empty_us" in row else "-"] for row in results["host"]]), ""]
+                  "The least of the mean values over 20 calls, in turn. *Empty*: an autograd function that does "
+                  "nothing, on as many tensors. On a GPU PyTorch runs a backward in a thread of its own, which the "
+                  "caller waits for; under `torch.autograd.set_multithreading_enabled(False)` in the caller's.", "",
+                  *table(["operator", "backward in", "FLA us", "rewy us", "", "empty us"], shown), ""]
     for op in time_fla.OPERATORS:
         rows = [row for row in results["rows"] if row["op"] == op]
         if not rows:
