@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/activation.h"
+#include "common/arena.h"
 #include "common/backend.h"
 #include "common/validate.h"
 #include "saved.h"
@@ -304,6 +305,14 @@ void expect_kept(const Tensor& t, std::int64_t least, const std::string& name, c
   }
 }
 
+/// Bytes that a forward kept where the library can read them: hooks on saved tensors may give them back at any address.
+Tensor aligned(const Tensor& t, Device device) {
+  if (t.numel() == 0 || reinterpret_cast<std::uintptr_t>(t.data_ptr()) % Arena::kAlign == 0) return t;
+  const auto shape = t.sizes();
+  Tensor copy = allocate_kept(std::span(shape.data(), shape.size()), device);
+  return torch::stable::copy_(copy, t);
+}
+
 std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTensor d_final_state, Tensor q, Tensor k,
                                 Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b, OptionalTensor w,
                                 OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
@@ -324,12 +333,14 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   const Bytes bytes = workspace_bytes(p, Direction::kBackward, call.execution);
 
   expect_kept(saved, 0, name, "saved");  // a call without any makes them again
+  saved = aligned(saved, device);
 
   Activated made, d_made;  // d_made: the gradients of `made`
   OptionalTensor d_activated;
   if (call.activates()) {
     if (call.keeps_activated()) {
       expect_kept(activated, p.B * p.T * activated_bytes_of_token(a), name, "activated");
+      activated = aligned(activated, device);
     } else {
       activated = allocate_workspace(call.activated_bytes(), device);
     }
@@ -399,9 +410,9 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
 std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
                        OptionalTensor b, OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log,
                        OptionalTensor dt_bias, OptionalTensor cu_seqlens, std::optional<double> scale,
-                       bool state_v_first, std::string policy, std::string backend, std::string schedule,
-                       bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
-                       std::optional<double> lower_bound) try {
+                       bool /*output_final_state*/, bool state_v_first, std::string policy, std::string backend,
+                       std::string schedule, bool normalise, bool activate_gate, bool activate_beta,
+                       bool allow_neg_eigval, std::optional<double> lower_bound) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
   // A backward goes by chunks, whatever the forward does. What a call refuses is refused here, in the call's order.
   const Options options{scale,     state_v_first, policy,        backend,          parse_schedule(schedule),
@@ -464,9 +475,9 @@ STABLE_TORCH_LIBRARY(rewy, m) {
       "float? lower_bound=None) -> Tensor[]");
   m.def(
       "explain(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
-      "Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, float? scale, bool state_v_first, "
-      "str policy, str backend, str schedule, bool normalise, bool activate_gate, bool activate_beta, "
-      "bool allow_neg_eigval, float? lower_bound) -> str");
+      "Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, float? scale, "
+      "bool output_final_state, bool state_v_first, str policy, str backend, str schedule, bool normalise, "
+      "bool activate_gate, bool activate_beta, bool allow_neg_eigval, float? lower_bound) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rewy, CPU, m) {

@@ -243,7 +243,6 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     asked = list(arguments(op, *named, **given, schedule=schedule))
     _ops.check_tensors(op, "forward", dict(zip(_ops.NAMES, asked, strict=True)))
     asked[_ops.POLICY] = "save" if given.get("disable_recompute") else "recompute"
-    del asked[_ops.OUTPUT_FINAL_STATE]
     device = asked[1].device
     if device.type not in ("cpu", "cuda"):  # where PyTorch has no operator of ours to ask
         raise ValueError(f"{op} forward: argument 'q': expected a tensor on cpu or cuda, got one on {device}")

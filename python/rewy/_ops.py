@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,12 @@ def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
         if isinstance(t, Tensor) and t.device != device:
             name, expected, got = (name, device, t.device) if device.type != "meta" else ("q", t.device, device)
             raise ValueError(f"{op} {direction}: argument '{name}': expected a tensor on {expected}, got one on {got}")
-    for name in ("q", "v"):
-        if named[name].dim() != 4:
-            raise ValueError(f"{op} {direction}: argument '{name}': expected 4 axes, got {named[name].dim()}")
+    for name, axes in (("q", 4), ("v", 4), ("cu_seqlens", 1)):
+        t = named[name]
+        if t is not None and t.dim() != axes:
+            raise ValueError(f"{op} {direction}: argument '{name}': expected {axes} axes, got {t.dim()}")
+    if t is not None and t.shape[0] == 0:
+        raise ValueError(f"{op} {direction}: argument 'cu_seqlens': expected at least 1 entry, got 0")
 
 
 @torch.library.register_fake("rewy::forward")
@@ -140,6 +143,17 @@ def _(
     return [t.new_empty(t.shape) for bit, t in enumerate(inputs) if needed >> bit & 1 and t is not None]
 
 
+@torch.library.register_vmap("rewy::backward")
+def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    """Call by call, as PyTorch by itself runs the forward: torch.func.vmap over torch.autograd.grad."""
+    calls = (
+        [a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)]
+        for i in range(info.batch_size)
+    )
+    gradients = [torch.stack(of_calls) for of_calls in zip(*(backward(*call) for call in calls), strict=True)]
+    return gradients, [0] * len(gradients)
+
+
 NAMES = tuple(argument.name for argument in forward._schema.arguments)
 # Positions in the schema of forward.
 _Q, _CU_SEQLENS, _SCALE, OUTPUT_FINAL_STATE, _STATE_V_FIRST, POLICY, _BACKEND, _SCHEDULE = 1, *range(11, 18)
@@ -157,18 +171,27 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients_of(
-    ctx: Any, bits: Sequence[int], wanted: Sequence[bool], d_o: Tensor | None, d_final_state: Tensor | None
+    run: Callable[..., list[Tensor]],
+    ctx: Any,
+    bits: Sequence[int],
+    wanted: Sequence[bool],
+    d_o: Tensor | None,
+    d_final_state: Tensor | None,
 ) -> list[Tensor | None]:
-    """Those of the inputs at `bits`, of q to dt_bias; None where not wanted."""
+    """Those of the inputs at `bits`, of q to dt_bias; None where not wanted. `run` is the operator ``backward``."""
     if not ctx.has_final_state:
         d_final_state = None  # of the empty tensor in its place; tracing may invent one
     if d_o is None and d_final_state is None:
         return [None] * len(wanted)
+    if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (d_o, d_final_state)):
+        raise NotImplementedError(
+            "rewy: is_grads_batched=True is not supported, torch.func.vmap over torch.autograd.grad is"
+        )
     needed = 0
     for bit, want in zip(bits, wanted, strict=False):  # arguments left out have no `wanted`
         if want:
             needed |= 1 << bit
-    gradients = backward(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, *ctx.options, needed, *ctx.choice)
+    gradients = run(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, *ctx.options, needed, *ctx.choice)
     given = iter(gradients)
     return [next(given) if want else None for want in wanted]
 
@@ -176,11 +199,18 @@ def _gradients_of(
 def _gradients(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None, *_d_kept: None) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad
     gradients: list[Tensor | None] = [None] * len(wanted)
-    gradients[_INPUTS] = _gradients_of(ctx, range(_CU_SEQLENS - _Q), wanted[_INPUTS], d_o, d_final_state)
+    gradients[_INPUTS] = _gradients_of(backward, ctx, range(_CU_SEQLENS - _Q), wanted[_INPUTS], d_o, d_final_state)
     return tuple(gradients)
 
 
 torch.library.register_autograd("rewy::forward", _gradients, setup_context=_keep)
+
+
+def _below_autograd(*arguments: Any) -> list[Tensor]:
+    """The operator ``backward`` alone: what is unpacked of the saved tensors before, a checkpointed block that runs
+    again, has autograd."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*arguments)
 
 
 class Differentiable(torch.autograd.Function):
@@ -197,11 +227,9 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # gradients of gradients: recorded, to be refused where they are used
-            return None, None, *_gradients_of(ctx, ctx.bits, wanted, d_o, d_final_state)
-        with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *_gradients_of(ctx, ctx.bits, wanted, d_o, d_final_state)
+        # With gradients of gradients it is recorded, to be refused where they are used.
+        run = backward if torch.is_grad_enabled() else _below_autograd
+        return None, None, *_gradients_of(run, ctx, ctx.bits, ctx.needs_input_grad[2:], d_o, d_final_state)
 
 
 def eager(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

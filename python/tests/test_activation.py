@@ -249,6 +249,23 @@ def test_rates_beyond_fp32(bound, device, dtype):
         assert torch.isfinite(call("kda", case, given, **switches("kda"), lower_bound=bound)[0]).all()
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_rows_after_the_last_sequence_may_hold_anything(bound, op, device, dtype):
+    """Memory that nobody wrote, say: their gradients are 0, and the parameters get none from them."""
+    case = Case(T=90, HV=4, offsets=(0, 30, 67))
+    options = dict(switches(op), **({"lower_bound": bound} if op in GATED else {}))
+    given = variables(raw(op, case, device, dtype))
+    expected = outcome(op, case, given, **options)
+    with torch.no_grad():
+        for name in NAMES[op]:
+            given[name][:, 67::2] = float("nan")
+            given[name][:, 68::2] = float("inf")
+    assert_same_bits(outcome(op, case, given, **options), expected)
+    for t in expected[: 1 + len(NAMES[op])]:
+        assert not t[:, 67:].any()
+
+
 def test_zero_queries_and_keys(device, dtype):
     case = Case(T=70)
     given = variables(raw("kda", case, device, dtype))

@@ -45,7 +45,7 @@ WRONG = {
     "type of a strength": (
         lambda a: a.update(beta=a["beta"].double()),
         TypeError,
-        "argument 'beta': expected dtype f64 with dtype f64 and only then, got f64 with dtype {dtype}",
+        "argument 'beta': expected dtype f32, bf16 or f16 with dtype {dtype}, got f64",
     ),
     "mixed types": (
         lambda a: a.update(k=a["k"].half()),
@@ -153,6 +153,17 @@ def test_one_tensor_without_memory(place):
         rewy.chunk_kda(*inputs)
 
 
+@pytest.mark.parametrize("made", [torch.zeros(()), torch.zeros(0), torch.zeros(2, 2)], ids=["number", "empty", "table"])
+def test_offsets_are_refused_where_shapes_are_inferred(made):
+    """As the call refuses them."""
+    inputs = tensors("kda", Case())
+    with pytest.raises(ValueError, match=r"argument 'cu_seqlens': expected (1 axes|at least 1 entry), got") as called:
+        rewy.chunk_kda(*inputs, cu_seqlens=made.int())
+    with pytest.raises(ValueError) as inferred:
+        rewy.chunk_kda(*(t.to("meta") for t in inputs), cu_seqlens=made.int().to("meta"), output_final_state=True)
+    assert str(called.value) == str(inferred.value)
+
+
 def test_a_backward_reads_only_what_was_kept():
     """The operator itself, with less than the forward gave: nothing is read behind it."""
     q, k, v, g, beta = tensors("kda", Case())
@@ -218,6 +229,8 @@ def test_explain_says_why_a_backend_declines():
         with pytest.raises((TypeError, ValueError)) as explained:
             rewy.explain(rewy.chunk_kda, **given)
         assert (type(called.value), str(called.value)) == (type(explained.value), str(explained.value))
+    with pytest.raises(TypeError, match=r"^kda forward: argument 'output_final_state': expected bool, got str$"):
+        rewy.explain(rewy.chunk_kda, q, k, v, g, beta, output_final_state="yes")
     with pytest.raises(ValueError, match="argument 'q': expected a tensor on cpu or cuda, got one on meta"):
         rewy.explain(rewy.chunk_kda, *(t.to("meta") for t in tensors("kda", Case())))
     with pytest.raises(ValueError, match=r"^rewy.explain: expected one of chunk_delta_rule, "):

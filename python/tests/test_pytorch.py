@@ -129,6 +129,34 @@ def test_vmap(device, dtype):
     assert_same_bits([*o], [rewy.chunk_kda(q, *rest)[0] for q in batch])
 
 
+@pytest.mark.parametrize("op", ["gdn", "kda", "gdn2"])
+def test_a_decay_below_fp32_has_no_gradient(op, device, dtype):
+    """exp(g) is 0 there, and dg not what is left of sums that cancel."""
+    inputs = tensors(op, Case(T=70), device, dtype)
+    gate = NAMES[op].index("g")
+    inputs[gate][:, 20:40:2] = -88
+    _, *gradients = step(FUNCTIONS[op], leaves(inputs))
+    assert not gradients[gate][:, 20:40:2].any()
+    assert gradients[gate][:, 21:40:2].any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_many_losses(op, device, dtype):
+    inputs = leaves(tensors(op, Case(T=70), device, dtype))
+    o, final = FUNCTIONS[op](*inputs, output_final_state=True)
+    losses = torch.stack([o.detach(), 2 - o.detach(), torch.zeros_like(o)])
+    with_states = torch.stack([final.detach(), 0 * final.detach(), -final.detach()])
+
+    def gradients(*of_results, **options):
+        return torch.autograd.grad((o, final), inputs, of_results, retain_graph=True, **options)
+
+    found = torch.func.vmap(gradients)(losses, with_states)
+    for i in range(3):
+        assert_same_bits([t[i] for t in found], list(gradients(losses[i], with_states[i])))
+    with pytest.raises(NotImplementedError, match=r"^rewy: is_grads_batched=True is not supported, torch\.func"):
+        gradients(losses, with_states, is_grads_batched=True)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_behind_vmap(device, dtype):
     """Inside, the tensors that the function is given require no gradient."""
@@ -298,6 +326,40 @@ def test_activation_checkpointing(reentrant, disable_recompute, device, dtype):
     o, _ = checkpoint(layer, *inputs, use_reentrant=reentrant)
     o.backward(o.detach())
     assert_same_bits([o, *(t.grad for t in inputs)], expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_block_that_ends_in_the_operator(reentrant, op, device, dtype):
+    """What the operator reads is computed again when it asks for it: nothing after it asks first."""
+    inputs = leaves(tensors(op, Case(T=130), device, dtype))
+
+    def block(*tensors):
+        return FUNCTIONS[op](*(t * 1 for t in tensors))[0].flatten(2)
+
+    o = block(*inputs)
+    expected = [o, *torch.autograd.grad(o, inputs, o.detach())]
+    o = checkpoint(block, *inputs, use_reentrant=reentrant)
+    o.backward(o.detach())
+    assert_same_bits([o, *(t.grad for t in inputs)], expected)
+
+
+@pytest.mark.parametrize("shift", [1, 16, 32])
+@pytest.mark.parametrize("disable_recompute", [False, True])
+def test_hooks_may_put_saved_bytes_anywhere(disable_recompute, shift, device, dtype):
+    """Those that a forward keeps for its backward are of no type that says where they may lie."""
+    inputs = leaves(tensors("kda", Case(T=130), device, dtype))
+    options = {"disable_recompute": disable_recompute, "use_qk_l2norm_in_kernel": True}
+    expected = step(rewy.chunk_kda, inputs, **options)
+
+    def unpack(t):
+        if t.dtype != torch.uint8:
+            return t
+        room = t.new_empty(shift + t.numel())[shift:].view(t.shape)
+        return room.copy_(t)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        assert_same_bits(step(rewy.chunk_kda, inputs, **options), expected)
 
 
 def test_saved_tensor_hooks(device, dtype):

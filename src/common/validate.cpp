@@ -139,8 +139,9 @@ void validate(const Problem& p, Direction direction, const Execution& execution)
   check.floating("dtype", p.dtype);
   check.floating("strength_dtype", p.strength_dtype);
   if ((p.dtype == DType::kF64) != (p.strength_dtype == DType::kF64)) {
-    check.refuse("strength_dtype", "f64 with dtype f64 and only then",
-                 std::string(name(p.strength_dtype)) + " with dtype " + std::string(name(p.dtype)));
+    const std::string others = p.dtype == DType::kF64 ? "f64" : "f32, bf16 or f16";
+    check.refuse("strength_dtype", others + " with dtype " + std::string(name(p.dtype)),
+                 std::string(name(p.strength_dtype)));
   }
   if (p.scale && !std::isfinite(*p.scale)) check.refuse("scale", "a finite number", std::to_string(*p.scale));
 

@@ -110,7 +110,8 @@ HWY_INLINE FloatVec softplus(FloatVec x, FloatVec e) {
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Add(hn::Max(x, hn::Zero(d)), log));
 }
 
-/// d * value, and 0 where d is 0 whatever the value is: a decay of -inf has the gradient 0.
+/// d * value, and 0 where d is 0 whatever the value is: a decay of -inf has the gradient 0, and so has what lies in
+/// rows that nothing reads.
 HWY_INLINE FloatVec times_unless_zero(FloatVec d, FloatVec value) {
   const FloatTag tag;
   return hn::IfThenZeroElse(hn::Eq(d, hn::Zero(tag)), hn::Mul(d, value));
@@ -153,11 +154,13 @@ void normalise_backward(int64_t K, const TensorView& raw, const TensorView& rstd
       hn::Store(hn::Mul(hn::Load(d, x.x + i), scale), d, x.x + i);
     }
   };
-  float along = 0;  // <dy, y>
+  float along = 0;   // <dy, y>
+  bool zero = true;  // all of dy: then so is d_raw, whatever x is
   for (int64_t first = 0; first < K; first += kRun) {
     const int64_t count = std::min(kRun, K - first);
     load_both(first, count);
     along += dot_row(dy.x, x.x, round_up(count, kPad));
+    zero = zero && std::all_of(dy.x, dy.x + count, [](float e) { return e == 0.0f; });
   }
   for (int64_t first = 0; first < K; first += kRun) {
     const int64_t count = std::min(kRun, K - first);
@@ -166,6 +169,7 @@ void normalise_backward(int64_t K, const TensorView& raw, const TensorView& rstd
       const FloatVec across = hn::NegMulAdd(hn::Load(d, x.x + i), hn::Set(d, along), hn::Load(d, dy.x + i));
       hn::Store(hn::Mul(scale, across), d, x.x + i);
     }
+    if (zero) std::fill_n(x.x, count, 0.0f);
     store(x, d_raw, run_of(d_raw, batch, token, head, first, count));
   }
 }
@@ -256,7 +260,7 @@ void gate_backward(const ActivationPlan& plan, int64_t batch, int64_t begin, int
           const FloatVec z = hn::Mul(rate, sum), e = exp_of_distance(z);
           const FloatVec root = hn::Add(hn::Set(d, 1.0f), e);
           const FloatVec slope = hn::Div(e, hn::Mul(root, root));
-          const FloatVec dz = hn::Mul(hn::Mul(given, bound), slope);
+          const FloatVec dz = times_unless_zero(hn::Mul(given, bound), slope);
           d_raw = times_unless_zero(dz, rate);
           d_A_log = times_unless_zero(dz, z);
         } else {
@@ -313,7 +317,7 @@ void strength_backward(const ActivationPlan& plan, int64_t batch, int64_t token)
       const FloatVec e = exp_of_distance(hn::Load(d, x.x + i));
       const FloatVec root = hn::Add(hn::Set(d, 1.0f), e);
       const FloatVec slope = hn::Div(e, hn::Mul(root, root));
-      hn::Store(hn::Mul(hn::Mul(hn::Load(d, dbeta.x + i), factor), slope), d, x.x + i);
+      hn::Store(times_unless_zero(hn::Mul(hn::Load(d, dbeta.x + i), factor), slope), d, x.x + i);
     }
     store(x, args.d_raw_beta, run_of(args.d_raw_beta, batch, token, 0, first, count));
   }

@@ -22,8 +22,9 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 /// 80 in log2 units: within it both factors of a split gate ratio, and their products with inputs, are normal numbers.
 constexpr float kAnchorLimit = 55.45f;
-/// exp of anything below is 0 in FP32; so is a gate gradient, which carries that factor.
-constexpr float kVanishing = -104.0f;
+/// exp of anything below is less than FP32's smallest normal number, and 0 here; so is a gate gradient, which carries
+/// that factor.
+constexpr float kVanishing = -87.34f;
 
 /// The gates of one chunk and value head. A scalar gate is one column, broadcast where a tile is asked for.
 struct Gates {

@@ -55,14 +55,20 @@ struct GateGradient {
   double raw, A_log;
 };
 
-/// A gradient of exactly 0 gives exactly 0, also where g is -inf, the decay that forgets everything.
+/// d * value, and 0 where d is 0 whatever the value is. A gradient of exactly 0 gives exactly 0: where g is -inf, the
+/// decay that forgets everything, and in rows that nothing reads, which may hold anything.
+inline double times_unless_zero(double d, double value) {
+  return d == 0 ? 0 : d * value;
+}
+
 inline GateGradient log_decay_gradient(double raw, double bias, double rate, std::optional<double> lower_bound,
                                        double dg) {
   const double x = raw + bias;
-  const auto times = [](double d, double value) { return d == 0 ? 0 : d * value; };
-  if (!lower_bound) return {times(dg, -rate * sigmoid(x)), times(dg, -rate * softplus(x))};
-  const double dz = dg * *lower_bound * sigmoid_derivative(rate * x);  // z = rate * x
-  return {times(dz, rate), times(dz, rate * x)};
+  if (!lower_bound) {
+    return {times_unless_zero(dg, -rate * sigmoid(x)), times_unless_zero(dg, -rate * softplus(x))};
+  }
+  const double dz = times_unless_zero(dg * *lower_bound, sigmoid_derivative(rate * x));  // z = rate * x
+  return {times_unless_zero(dz, rate), times_unless_zero(dz, rate * x)};
 }
 
 /// factor: 1, or 2 where beta may exceed 1.
@@ -71,7 +77,7 @@ Real strength(Real raw, double factor) {
   return factor * sigmoid(raw);
 }
 inline double strength_gradient(double raw, double factor, double dbeta) {
-  return dbeta * factor * sigmoid_derivative(raw);
+  return times_unless_zero(dbeta * factor, sigmoid_derivative(raw));
 }
 
 /// x [K] -> y [K], and 1 / sqrt(sum x^2 + epsilon).
@@ -87,8 +93,10 @@ Real normalise(std::int64_t K, const Real* x, double epsilon, Real* y) {
 /// x, dy [K] -> dx [K].
 inline void normalise_gradient(std::int64_t K, const double* x, double rstd, const double* dy, double* dx) {
   double along = 0;  // <dy, y>
-  for (std::int64_t i = 0; i < K; ++i) along += dy[i] * x[i] * rstd;
-  for (std::int64_t i = 0; i < K; ++i) dx[i] = rstd * (dy[i] - x[i] * rstd * along);
+  for (std::int64_t i = 0; i < K; ++i) along += times_unless_zero(dy[i], x[i] * rstd);
+  for (std::int64_t i = 0; i < K; ++i) {
+    dx[i] = times_unless_zero(dy[i] - times_unless_zero(along, x[i] * rstd), rstd);
+  }
 }
 
 }  // namespace rewy::reference

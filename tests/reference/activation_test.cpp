@@ -102,6 +102,23 @@ TEST(ReferenceActivation, NormGradientByComplexStep) {
 }
 
 // The backend around the functions: whole calls with every tensor strided are tests/cpu's; here the sums.
+TEST(ReferenceActivation, NothingComesBackFromRowsThatAreNotRead) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (const double x : {nan, kInfinity, -kInfinity}) {
+    for (const std::optional<double> bound : {std::optional<double>(), std::optional(-5.0)}) {
+      const GateGradient gate = log_decay_gradient(x, 0, 1, bound, 0);
+      EXPECT_EQ(gate.raw, 0);
+      EXPECT_EQ(gate.A_log, 0);
+    }
+    EXPECT_EQ(strength_gradient(x, 2, 0), 0);
+    const double row[] = {x, 1}, zeros[] = {0, 0};
+    double y[2], dx[2] = {nan, nan};
+    normalise_gradient(2, row, normalise(2, row, kNormEpsilon, y), zeros, dx);
+    EXPECT_EQ(dx[0], 0);
+    EXPECT_EQ(dx[1], 0);
+  }
+}
+
 TEST(ReferenceActivation, SumsOverBatchAndTokens) {
   const Activation a{.B = 2, .T = 3, .HV = 2, .K = 2, .gate = Gate::kVector, .gate_dtype = DType::kF64};
   std::vector<double> raw(24), dg(24), A_log{0.5, -0.5}, bias{0.1, 0.2, 0.3, 0.4}, d_A(2), d_bias(4), d_raw(24);

@@ -182,10 +182,9 @@ TEST(Validate, TypesOfTheProblem) {
       {
           {[](Call& c) { c.p.dtype = DType::kI32; }, "dtype", floats, "i32"},
           {[](Call& c) { c.p.strength_dtype = DType::kI64; }, "strength_dtype", floats, "i64"},
-          {[](Call& c) { c.p.dtype = DType::kF64; }, "strength_dtype", "f64 with dtype f64 and only then",
-           "f32 with dtype f64"},
-          {[](Call& c) { c.p.strength_dtype = DType::kF64; }, "strength_dtype", "f64 with dtype f64 and only then",
-           "f64 with dtype f32"},
+          {[](Call& c) { c.p.dtype = DType::kF64; }, "strength_dtype", "f64 with dtype f64", "f32"},
+          {[](Call& c) { c.p.strength_dtype = DType::kF64; }, "strength_dtype", "f32, bf16 or f16 with dtype f32",
+           "f64"},
           {[](Call& c) { c.p.scale = std::numeric_limits<double>::infinity(); }, "scale", "a finite number", "inf"},
           {[](Call& c) { c.p.policy = static_cast<Policy>(9); }, "policy", "a value of its enum", "another one"},
           {[](Call& c) { c.p.state_layout = static_cast<StateLayout>(9); }, "state_layout", "a value of its enum",

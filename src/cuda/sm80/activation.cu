@@ -201,7 +201,8 @@ __device__ __forceinline__ float softplus(float x, float e) {
   series = fmaf(series, s2, 2.0f / 3);
   return fmaxf(x, 0.0f) + fmaf(series * s2, s, s + s);
 }
-/// d * value, and 0 where d is 0 whatever the value is: a decay of -inf has the gradient 0.
+/// d * value, and 0 where d is 0 whatever the value is: a decay of -inf has the gradient 0, and so has what lies in
+/// rows that nothing reads.
 __device__ __forceinline__ float times_unless_zero(float d, float value) {
   return d == 0.0f ? 0.0f : __fmul_rn(d, value);  // not joined with the sum that follows in some instances only
 }
@@ -256,11 +257,13 @@ __device__ __forceinline__ void normalise_backward(const ActivationPart& part, c
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
           y[f] *= rstd[i];
-          along = fmaf(dy[f], y[f], along);
+          along = fmaf(dy[f], dy[f] == 0.0f ? 0.0f : y[f], along);
         }
         along = sum_row(part, along);
 #pragma unroll
-        for (int f = 0; f < kFeatures; ++f) y[f] = rstd[i] * fmaf(-along, y[f], dy[f]);
+        for (int f = 0; f < kFeatures; ++f) {
+          y[f] = times_unless_zero(fmaf(-along, along == 0.0f ? 0.0f : y[f], dy[f]), rstd[i]);
+        }
         store<T, kWhole>(part.d_raw, at, row, y);
       });
 }
@@ -371,7 +374,7 @@ __device__ __forceinline__ void gate_backward(const ActivationParams& p, const A
           float d_raw, d_A_log;
           if (p.bounded) {
             const float z = use.rate(f) * sum;
-            const float dz = dg[f] * p.lower_bound * sigmoid_slope(exp_of_distance(z));
+            const float dz = times_unless_zero(dg[f] * p.lower_bound, sigmoid_slope(exp_of_distance(z)));
             d_raw = times_unless_zero(dz, use.rate(f));
             d_A_log = times_unless_zero(dz, z);
           } else {
@@ -429,7 +432,7 @@ __device__ __forceinline__ void strength_backward(const ActivationParams& p, con
         d_result[i].widen_to(dbeta);
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
-          x[f] = dbeta[f] * p.strength_factor * sigmoid_slope(exp_of_distance(x[f]));
+          x[f] = times_unless_zero(dbeta[f] * p.strength_factor, sigmoid_slope(exp_of_distance(x[f])));
         }
         store<T, kWhole>(part.d_raw, at, row, x);
       });
