@@ -97,7 +97,7 @@ def main():
             forward(op, *plain)
 
         def reverse(op=op, plain=plain, d_o=d_o, kept=kept, needed=needed):
-            backward(op, d_o, None, *plain, None, None, None, None, *kept, None, False, "recompute", needed)
+            backward(op, d_o, None, *plain, None, None, None, None, *kept, needed)
 
         def empty(inputs=inputs, d_o=d_o):
             torch.autograd.grad(Empty.apply(*inputs), inputs, d_o)

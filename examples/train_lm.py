@@ -1,6 +1,6 @@
 """Trains a small byte-level language model on any text, then lets it write.
 
-    pip install '.[examples]'                    # this package with tqdm, matplotlib and numpy
+    pip install '.[examples]'                    # this package with tqdm, matplotlib and numpy, or those by themselves
     python examples/train_lm.py                  # two minutes on two CPU cores; a larger model on a GPU
     python examples/train_lm.py --text book.txt --operator gdn --save book.pt
 

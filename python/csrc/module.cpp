@@ -3,20 +3,26 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
+#include <cstdint>
 #include <exception>
+#include <optional>
 
+#include "options.h"
 #include "rewy/rewy.h"
 #include "saved.h"
 
 namespace {
 
 using namespace rewy;
+using torch_ops::Options;
 
-/// What `compute` returns, or Python's exception for what it throws.
+/// What `compute` returns - None for nothing - or Python's exception for what it throws.
 template <class Compute>
 PyObject* answer(Compute&& compute) {
   try {
-    return PyLong_FromLongLong(compute());
+    const std::optional<std::int64_t> number = compute();
+    if (number) return PyLong_FromLongLong(*number);
+    Py_RETURN_NONE;
   } catch (const Error& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::exception& error) {
@@ -25,41 +31,42 @@ PyObject* answer(Compute&& compute) {
   return nullptr;
 }
 
-/// saved_bytes_of_chunk(op, K, V, dtype, policy, device, backend): bytes kept of one chunk of one head.
 PyObject* saved_bytes_of_chunk(PyObject*, PyObject* arguments) {
-  const char *op = nullptr, *dtype = nullptr, *policy = nullptr, *backend = nullptr;
+  const char *op = nullptr, *dtype = nullptr, *words = nullptr;
   long long key_width = 0, value_width = 0;
   int cuda_device = -1;
-  if (!PyArg_ParseTuple(arguments, "sLLssis", &op, &key_width, &value_width, &dtype, &policy, &cuda_device, &backend)) {
+  if (!PyArg_ParseTuple(arguments, "sLLsis", &op, &key_width, &value_width, &dtype, &cuda_device, &words)) {
     return nullptr;
   }
-  return answer([&] {
+  return answer([&]() -> std::optional<std::int64_t> {
+    const Options options = Options::parse(words, op);
+    if (!options.keeps_saved()) return std::nullopt;
     Problem p{.op = parse_operator(op), .K = key_width, .V = value_width, .dtype = parse_dtype(dtype)};
     p.strength_dtype = p.dtype;  // what is kept does not depend on it
-    p.policy = parse_policy(policy);
+    p.policy = *options.policy;
     Execution execution;
     if (cuda_device >= 0) execution.device = {DeviceKind::kCuda, cuda_device};
-    execution.backend = parse_backend(backend);
+    execution.backend = options.backend;
     return torch_ops::saved_bytes_of_chunk(p, execution);
   });
 }
 
-/// activated_bytes_of_token(op, H, HV, K, dtype, gate_dtype, strength_dtype, normalise, activate_gate, activate_beta).
 PyObject* activated_bytes_of_token(PyObject*, PyObject* arguments) {
-  const char *op = nullptr, *dtype = nullptr, *gate_dtype = nullptr, *strength_dtype = nullptr;
+  const char *op = nullptr, *dtype = nullptr, *gate_dtype = nullptr, *strength_dtype = nullptr, *words = nullptr;
   long long heads = 0, value_heads = 0, key_width = 0;
-  int normalise = 0, activate_gate = 0, activate_beta = 0;
-  if (!PyArg_ParseTuple(arguments, "sLLLsssppp", &op, &heads, &value_heads, &key_width, &dtype, &gate_dtype,
-                        &strength_dtype, &normalise, &activate_gate, &activate_beta)) {
+  if (!PyArg_ParseTuple(arguments, "sLLLssss", &op, &heads, &value_heads, &key_width, &dtype, &gate_dtype,
+                        &strength_dtype, &words)) {
     return nullptr;
   }
-  return answer([&] {
+  return answer([&]() -> std::optional<std::int64_t> {
+    const Options options = Options::parse(words, op);
+    if (!options.keeps_activated()) return std::nullopt;
     Activation a{.H = heads, .HV = value_heads, .K = key_width};
-    a.normalise = normalise != 0;
+    a.normalise = options.normalise;
     a.dtype = parse_dtype(dtype);
-    a.gate = activate_gate != 0 ? gate_of(parse_operator(op)) : Gate::kNone;
+    a.gate = options.activate_gate ? gate_of(parse_operator(op)) : Gate::kNone;
     a.gate_dtype = parse_dtype(gate_dtype);
-    a.strength = activate_beta != 0;
+    a.strength = options.activate_beta;
     a.beta_dtype = torch_ops::wide(parse_dtype(strength_dtype));
     return torch_ops::activated_bytes_of_token(a);
   });
@@ -67,12 +74,11 @@ PyObject* activated_bytes_of_token(PyObject*, PyObject* arguments) {
 
 PyMethodDef methods[] = {
     {"saved_bytes_of_chunk", saved_bytes_of_chunk, METH_VARARGS,
-     "saved_bytes_of_chunk(op, K, V, dtype, policy, cuda_device, backend) -> int\n\n"
-     "Bytes that the forward keeps of one chunk of one head; cuda_device is -1 on the CPU."},
+     "saved_bytes_of_chunk(op, K, V, dtype, cuda_device, options) -> int | None\n\n"
+     "Bytes that the forward keeps of one chunk of one head, None if it keeps none; cuda_device is -1 on the CPU."},
     {"activated_bytes_of_token", activated_bytes_of_token, METH_VARARGS,
-     "activated_bytes_of_token(op, H, HV, K, dtype, gate_dtype, strength_dtype, normalise, activate_gate, "
-     "activate_beta) -> int\n\n"
-     "Bytes of what activations make of one token."},
+     "activated_bytes_of_token(op, H, HV, K, dtype, gate_dtype, strength_dtype, options) -> int | None\n\n"
+     "Bytes of what activations make of one token, None if the forward does not keep them."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT,

@@ -18,6 +18,7 @@
 #include "common/arena.h"
 #include "common/backend.h"
 #include "common/validate.h"
+#include "options.h"
 #include "saved.h"
 
 namespace rewy::torch_ops {
@@ -30,14 +31,8 @@ struct Tensors {
   const OptionalTensor &g, &beta, &b, &w, &initial_state, &A_log, &dt_bias, &cu_seqlens;
 };
 
-struct Options {
-  std::optional<double> scale;
-  bool state_v_first;
-  const std::string& policy;  ///< "none", "recompute" or "save"
-  const std::string& backend;
-  Schedule schedule;
-  bool normalise, activate_gate, activate_beta, allow_neg_eigval;
-  std::optional<double> lower_bound;
+struct Numbers {
+  std::optional<double> scale, lower_bound;
 };
 
 /// What activate() makes of a call's raw tensors, or the gradients of that; parts that are not activated are not given.
@@ -82,7 +77,8 @@ Activated lay_out(const Activation& a, void* memory, Device device) {
 /// A problem read off the tensors. Of their shapes only the axes of those it is read from are counted here: what they
 /// must be is the library's to say.
 struct Call {
-  Call(const std::string& op, Direction direction, const Tensors& t, const Options& options) {
+  Call(const std::string& op, Direction direction, const Tensors& t, const Numbers& numbers, const Options& given)
+      : options(given) {
     problem.op = parse_operator(op);
     name = operation(problem, direction);
     const auto q = axes(t.q, "q", 4), v = axes(t.v, "v", 4);
@@ -103,14 +99,13 @@ struct Call {
     } else {
       problem.strength_dtype = problem.dtype;  // its absence is refused, whatever the type
     }
-    describe_activation(t, direction, options);
+    describe_activation(t, direction, numbers.lower_bound);
     problem.state_layout = options.state_v_first ? StateLayout::kVK : StateLayout::kKV;
-    differentiated = options.policy != "none";
-    if (differentiated) problem.policy = parse_policy(options.policy);
-    problem.scale = options.scale;
+    if (options.policy) problem.policy = *options.policy;
+    problem.scale = numbers.scale;
     execution.device = device_of(t.q, name, "q");
-    execution.backend = parse_backend(options.backend);
-    execution.schedule = options.schedule;
+    execution.backend = options.backend;
+    if (direction == Direction::kForward) execution.schedule = options.schedule;  // a backward goes by chunks
     if (execution.device.kind == DeviceKind::kCpu) {
       execution.threads = static_cast<int>(torch::stable::get_num_threads());
     }
@@ -153,8 +148,6 @@ struct Call {
     return in;
   }
 
-  /// Whether the backward is given what activate() made; else it is made again.
-  bool keeps_activated() const { return differentiated && problem.policy == Policy::kSave; }
   bool activates() const { return activation.normalise || activation.gate != Gate::kNone || activation.strength; }
   std::array<std::int64_t, 3> activated_shape() const {
     return {problem.B, problem.T, activated_bytes_of_token(activation)};
@@ -185,22 +178,22 @@ struct Call {
     return t.sizes();
   }
 
+  Options options;
   Problem problem;
   Activation activation;
   std::string name;  ///< "kda forward", for messages
   Execution execution;
-  bool differentiated = true;  ///< whether there will be a backward
 
  private:
   /// The parts that are activated inside the call; the operator's strength is then what its sigmoid makes.
-  void describe_activation(const Tensors& t, Direction direction, const Options& options) {
+  void describe_activation(const Tensors& t, Direction direction, std::optional<double> lower_bound) {
     Activation& a = activation;
     a = {.B = problem.B, .T = problem.T, .H = problem.H, .HV = problem.HV, .K = problem.K};
     a.normalise = options.normalise;
     a.dtype = problem.dtype;
     if (options.activate_gate) {
       a.gate = gate_of(problem.op);
-      a.lower_bound = options.lower_bound;
+      a.lower_bound = lower_bound;
       if (t.g) a.gate_dtype = dtype_of(*t.g, name, "g");
     }
     if (options.activate_beta && strength_of(problem.op) == Strength::kShared) {
@@ -213,16 +206,15 @@ struct Call {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
-    std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b,
-    OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
-    OptionalTensor cu_seqlens, std::optional<double> scale, bool output_final_state, bool state_v_first,
-    std::string policy, std::string backend, std::string schedule, bool normalise, bool activate_gate,
-    bool activate_beta, bool allow_neg_eigval, std::optional<double> lower_bound) try {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g,
+                                                      OptionalTensor beta, OptionalTensor b, OptionalTensor w,
+                                                      OptionalTensor initial_state, OptionalTensor A_log,
+                                                      OptionalTensor dt_bias, OptionalTensor cu_seqlens,
+                                                      std::optional<double> scale, std::optional<double> lower_bound,
+                                                      std::string options) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
-  Call call(op, Direction::kForward, tensors,
-            {scale, state_v_first, policy, backend, parse_schedule(schedule), normalise, activate_gate, activate_beta,
-             allow_neg_eigval, lower_bound});
+  Call call(op, Direction::kForward, tensors, {scale, lower_bound}, Options::parse(options, op));
+  const bool differentiated = call.options.policy.has_value(), keeps = call.options.keeps_saved();
   const Device device = call.execution.device;
   const Problem& p = call.problem;
   const DeviceScope scope(device);
@@ -231,37 +223,36 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   Execution by_chunks = call.execution;  // as the backward goes
   by_chunks.schedule = Schedule::kChunks;
   // A backward that nothing serves is refused now, not after the model's forward.
-  if (call.differentiated) static_cast<void>(workspace_bytes(p, Direction::kBackward, by_chunks));
-  const bool keeps = call.differentiated && call.execution.schedule == Schedule::kChunks;
+  if (differentiated) static_cast<void>(workspace_bytes(p, Direction::kBackward, by_chunks));
 
   const std::int64_t o_shape[] = {p.B, p.T, p.HV, p.V}, none[] = {0};
   Tensor activated;
   Activated made;
   if (call.activates()) {
-    activated = call.keeps_activated() ? allocate_kept(call.activated_shape(), device)
-                                       : allocate_workspace(call.activated_bytes(), device);
+    activated = call.options.keeps_activated() ? allocate_kept(call.activated_shape(), device)
+                                               : allocate_workspace(call.activated_bytes(), device);
     made = lay_out(call.activation, activated.data_ptr(), device);
   }
   ForwardArgs args{.in = call.inputs(tensors, made)};
   const Tensor o = allocate(o_shape, p.dtype, device);
   args.o = view(o, call.name, "o");
-  const Tensor final_state = output_final_state ? allocate(call.state_shape(), call.state_dtype(), device)
-                                                : allocate(none, call.state_dtype(), device);
-  if (output_final_state) args.final_state = view(final_state, call.name, "final_state");
+  const Tensor final_state = call.options.output_final_state ? allocate(call.state_shape(), call.state_dtype(), device)
+                                                             : allocate(none, call.state_dtype(), device);
+  if (call.options.output_final_state) args.final_state = view(final_state, call.name, "final_state");
   const Tensor saved =
       keeps ? allocate_kept(saved_shape(p, bytes, call.execution), device) : allocate_kept(none, device);
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);
   // By chunks the forward asks the same of them.
-  if (call.differentiated && !keeps) check_inputs(p, Direction::kBackward, args.in, by_chunks);
+  if (differentiated && !keeps) check_inputs(p, Direction::kBackward, args.in, by_chunks);
   if (call.activates()) {  // all of a call is checked before anything is launched
     validate(p, args, call.execution, bytes);
     check_inputs(p, Direction::kForward, args.in, call.execution);
     call.activate(tensors, made);
   }
   forward(p, args, call.execution);
-  if (!(call.activates() && call.keeps_activated())) activated = allocate_kept(none, device);
+  if (!(call.activates() && call.options.keeps_activated())) activated = allocate_kept(none, device);
   return {o, final_state, saved, activated};
 } catch (const Error& e) {
   refuse_as_passed(e, op);
@@ -316,14 +307,11 @@ Tensor aligned(const Tensor& t, Device device) {
 std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTensor d_final_state, Tensor q, Tensor k,
                                 Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor b, OptionalTensor w,
                                 OptionalTensor initial_state, OptionalTensor A_log, OptionalTensor dt_bias,
-                                OptionalTensor cu_seqlens, Tensor saved, Tensor activated, std::optional<double> scale,
-                                bool state_v_first, std::string policy, std::int64_t needed, std::string backend,
-                                bool normalise, bool activate_gate, bool activate_beta, bool allow_neg_eigval,
-                                std::optional<double> lower_bound) try {
+                                OptionalTensor cu_seqlens, Tensor saved, Tensor activated, std::int64_t needed,
+                                std::optional<double> scale, std::optional<double> lower_bound,
+                                std::string options) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
-  Call call(op, Direction::kBackward, tensors,
-            {scale, state_v_first, policy, backend, Schedule::kChunks, normalise, activate_gate, activate_beta,
-             allow_neg_eigval, lower_bound});
+  Call call(op, Direction::kBackward, tensors, {scale, lower_bound}, Options::parse(options, op));
   const Device device = call.execution.device;
   const Problem& p = call.problem;
   const Activation& a = call.activation;
@@ -338,7 +326,7 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   Activated made, d_made;  // d_made: the gradients of `made`
   OptionalTensor d_activated;
   if (call.activates()) {
-    if (call.keeps_activated()) {
+    if (call.options.keeps_activated()) {
       expect_kept(activated, p.B * p.T * activated_bytes_of_token(a), name, "activated");
       activated = aligned(activated, device);
     } else {
@@ -395,7 +383,7 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   }
   const Tensor workspace = allocate_workspace(workspace_size, device);
   call.execution.workspace = bytes_of(workspace);
-  if (call.activates() && !call.keeps_activated()) {  // as in the forward
+  if (call.activates() && !call.options.keeps_activated()) {  // as in the forward
     validate(p, args, call.execution, bytes);
     check_inputs(p, Direction::kBackward, args.in, call.execution);
     call.activate(tensors, made);
@@ -410,17 +398,12 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
 std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
                        OptionalTensor b, OptionalTensor w, OptionalTensor initial_state, OptionalTensor A_log,
                        OptionalTensor dt_bias, OptionalTensor cu_seqlens, std::optional<double> scale,
-                       bool /*output_final_state*/, bool state_v_first, std::string policy, std::string backend,
-                       std::string schedule, bool normalise, bool activate_gate, bool activate_beta,
-                       bool allow_neg_eigval, std::optional<double> lower_bound) try {
+                       std::optional<double> lower_bound, std::string options) try {
   const Tensors tensors{q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens};
-  // A backward goes by chunks, whatever the forward does. What a call refuses is refused here, in the call's order.
-  const Options options{scale,     state_v_first, policy,        backend,          parse_schedule(schedule),
-                        normalise, activate_gate, activate_beta, allow_neg_eigval, lower_bound};
-  Options by_chunks = options;
-  by_chunks.schedule = Schedule::kChunks;
-  const Call forward(op, Direction::kForward, tensors, options);
-  const Call backward(op, Direction::kBackward, tensors, by_chunks);
+  // What a call refuses is refused here, in the call's order.
+  const Options words = Options::parse(options, op);
+  const Call forward(op, Direction::kForward, tensors, {scale, lower_bound}, words);
+  const Call backward(op, Direction::kBackward, tensors, {scale, lower_bound}, words);
   const Device device = forward.execution.device;
   const DeviceScope scope(device);
   using Explained = std::pair<std::string, Explanation>;
@@ -459,25 +442,21 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
 }  // namespace
 }  // namespace rewy::torch_ops
 
+// `options`: options.h.
 STABLE_TORCH_LIBRARY(rewy, m) {
   m.def(
       "forward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
       "Tensor? initial_state=None, Tensor? A_log=None, Tensor? dt_bias=None, Tensor? cu_seqlens=None, "
-      "float? scale=None, bool output_final_state=False, bool state_v_first=False, str policy=\"recompute\", "
-      "str backend=\"auto\", str schedule=\"chunks\", bool normalise=False, bool activate_gate=False, "
-      "bool activate_beta=False, bool allow_neg_eigval=False, float? lower_bound=None) "
+      "float? scale=None, float? lower_bound=None, str options=\"\") "
       "-> (Tensor o, Tensor final_state, Tensor saved, Tensor activated)");
   m.def(
       "backward(str op, Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
       "Tensor? b, Tensor? w, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, Tensor saved, "
-      "Tensor activated, float? scale, bool state_v_first, str policy, int needed, str backend=\"auto\", "
-      "bool normalise=False, bool activate_gate=False, bool activate_beta=False, bool allow_neg_eigval=False, "
-      "float? lower_bound=None) -> Tensor[]");
+      "Tensor activated, int needed, float? scale=None, float? lower_bound=None, str options=\"\") -> Tensor[]");
   m.def(
       "explain(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "
-      "Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, float? scale, "
-      "bool output_final_state, bool state_v_first, str policy, str backend, str schedule, bool normalise, "
-      "bool activate_gate, bool activate_beta, bool allow_neg_eigval, float? lower_bound) -> str");
+      "Tensor? initial_state=None, Tensor? A_log=None, Tensor? dt_bias=None, Tensor? cu_seqlens=None, "
+      "float? scale=None, float? lower_bound=None, str options=\"\") -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rewy, CPU, m) {

@@ -1,8 +1,8 @@
 version: str
 
 def saved_bytes_of_chunk(
-    op: str, key_width: int, value_width: int, dtype: str, policy: str, cuda_device: int, backend: str
-) -> int: ...
+    op: str, key_width: int, value_width: int, dtype: str, cuda_device: int, options: str
+) -> int | None: ...
 def activated_bytes_of_token(
     op: str,
     heads: int,
@@ -11,7 +11,5 @@ def activated_bytes_of_token(
     dtype: str,
     gate_dtype: str,
     strength_dtype: str,
-    normalise: bool,
-    activate_gate: bool,
-    activate_beta: bool,
-) -> int: ...
+    options: str,
+) -> int | None: ...

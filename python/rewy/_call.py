@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import numbers
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,12 +15,14 @@ from torch.autograd import forward_ad
 
 from . import _ops
 
-# PyTorch's refusals of options that are of a wrong type, by their names in the schema.
-_ABOUT_OPTIONS = re.compile(r"rewy::\w+\(\) Expected a value of type '(.*?)' for argument '(\w+)' but .* type '(\w+)'")
-_OPTIONS = {
+# The functions' switches by the operator's words for them (python/csrc/options.h).
+_SWITCHES = {
+    "output_final_state": "output_final_state",
+    "state_v_first": "state_v_first",
     "normalise": "use_qk_l2norm_in_kernel",
     "activate_gate": "use_gate_in_kernel",
     "activate_beta": "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval": "allow_neg_eigval",
 }
 # The library's refusals of an element type, or of a tensor that is not there.
 _ABOUT_TYPES = re.compile(r": expected (a )?dtype |, got none$")
@@ -100,9 +104,6 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
 def _refusal(error: Exception, op: str) -> Exception | None:
     """The library's own "op direction: argument 'x': expected ...", which PyTorch passes on as the one or the other."""
     text = str(error)
-    if option := _ABOUT_OPTIONS.match(text):  # one that is a string, say
-        expected, name, got = option.groups()
-        return TypeError(f"{op} forward: argument '{_OPTIONS.get(name, name)}': expected {expected}, got {got}")
     if ": argument '" not in text:
         return None
     return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)
@@ -115,6 +116,25 @@ def _not_a_tensor(op: str, **given: object) -> TypeError:
     )
     name = next(wrong)
     return TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(given[name]).__name__}")
+
+
+@functools.cache
+def _words(policy: str, schedule: str, switches: tuple[bool, ...]) -> str:
+    """The operator's options; what it does by itself is not said."""
+    words = [word for word, on in zip(_SWITCHES, switches, strict=True) if on]
+    if policy != "recompute":
+        words.append("policy=" + policy)
+    if schedule != "chunks":
+        words.append("schedule=" + schedule)
+    return " ".join(words)
+
+
+def _refuse_types(op: str, expected: str, **given: object) -> None:
+    """About the first that is none of `expected`, a number or bool; 0 and 1 are bools too."""
+    types = (int,) if expected == "bool" else (numbers.Real, torch.SymInt, torch.SymFloat, type(None))
+    for name, value in given.items():
+        if not isinstance(value, types):
+            raise TypeError(f"{op} forward: argument '{name}': expected {expected}, got {type(value).__name__}")
 
 
 def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -150,8 +170,10 @@ def arguments(
     cu_seqlens: Tensor | None,
     disable_recompute: bool = False,
     schedule: str = "chunks",
+    differentiated: bool | None = None,
 ) -> tuple[Any, ...]:
-    """The arguments of the operator ``forward``, in the order of its schema."""
+    """The arguments of the operator ``forward``, in the order of its schema. Whether there will be a backward is seen
+    by the tensors, unless said."""
     if not use_gate_in_kernel:
         A_log = dt_bias = lower_bound = None
     for t in (q, k, v):
@@ -161,9 +183,16 @@ def arguments(
         if t is not None and not isinstance(t, Tensor):
             raise _not_a_tensor(op, g=g, beta=beta, b=b, w=w, initial_state=initial_state, A_log=A_log,
                                 dt_bias=dt_bias, cu_seqlens=cu_seqlens)  # fmt: skip
-    for name, number in (("scale", scale), ("lower_bound", lower_bound)):
-        if isinstance(number, Tensor):  # it would get no gradient, and a GPU would be waited for
-            raise TypeError(f"{op} forward: argument '{name}': expected a number, got {type(number).__name__}")
+    for number in (scale, lower_bound):
+        if number is not None and type(number) is not float:  # a tensor would get no gradient, and be waited for
+            _refuse_types(op, "a number", scale=scale, lower_bound=lower_bound)
+    switches = (
+        output_final_state, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )  # fmt: skip
+    for switch in switches:
+        if switch is not True and switch is not False:
+            _refuse_types(op, "bool", **dict(zip(_SWITCHES.values(), switches, strict=True)))
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{op} forward: argument 'allow_neg_eigval': expected False without use_beta_sigmoid_in_kernel, got True"
@@ -179,17 +208,15 @@ def arguments(
         A_log, dt_bias = _vector(A_log, wide), _vector(dt_bias, wide)
     if g is not None and (not use_gate_in_kernel or wide == torch.float64):
         g = _converted(g, wide)
-    policy = "none"
-    if torch.is_grad_enabled():
+    if differentiated is None and torch.is_grad_enabled():
         for t in (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias):
             if t is not None and t.requires_grad:
-                policy = "save" if disable_recompute else "recompute"
+                differentiated = True
                 break
-    return (
-        op, q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens,
-        scale, output_final_state, state_v_first, policy, "auto", schedule,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
-    )  # fmt: skip
+    policy = "none" if not differentiated else "save" if disable_recompute else "recompute"
+    # What traces a program looks through a cache, with a warning.
+    words = (_words.__wrapped__ if torch.compiler.is_compiling() else _words)(policy, schedule, switches)
+    return op, q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens, scale, lower_bound, words
 
 
 def _refuse_tangents(call: tuple[Any, ...]) -> None:
@@ -213,7 +240,7 @@ def run(call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
             if refusal is None:
                 raise
             raise refusal from None
-    return o, final_state if call[_ops.OUTPUT_FINAL_STATE] else None
+    return o, final_state if "output_final_state" in call[_ops.OPTIONS] else None
 
 
 def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> str:
@@ -236,13 +263,15 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     if function not in _OPERATORS:
         raise ValueError(f"rewy.explain: expected one of {', '.join(f.__name__ for f in _OPERATORS)}, got {function!r}")
     op, schedule = _OPERATORS[function]
-    call = inspect.signature(function).bind(*tensors, **options)
+    try:
+        call = inspect.signature(function).bind(*tensors, **options)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}() {error}") from None
     call.apply_defaults()
     given = {name: value for name, value in call.arguments.items() if name not in ("safe_gate", "cu_seqlens_cpu")}
     named = [given.pop(name, None) for name in TENSORS]
-    asked = list(arguments(op, *named, **given, schedule=schedule))
+    asked = arguments(op, *named, **given, schedule=schedule, differentiated=True)
     _ops.check_tensors(op, "forward", dict(zip(_ops.NAMES, asked, strict=True)))
-    asked[_ops.POLICY] = "save" if given.get("disable_recompute") else "recompute"
     device = asked[1].device
     if device.type not in ("cpu", "cuda"):  # where PyTorch has no operator of ours to ask
         raise ValueError(f"{op} forward: argument 'q': expected a tensor on cpu or cuda, got one on {device}")

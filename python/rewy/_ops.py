@@ -18,10 +18,12 @@ backward = torch.ops.rewy.backward.default
 
 
 def _saved_shape(
-    op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, policy: str, backend: str, schedule: str
+    op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: str
 ) -> tuple[int | torch.SymInt, ...]:
     """[chunks, HV, bytes a chunk and head] as the forward allocates it; lengths may be symbols, widths are numbers."""
-    if policy == "none" or schedule == "tokens":
+    device = -1 if q.device.type != "cuda" else q.device.index or 0
+    of_chunk = _C.saved_bytes_of_chunk(op, int(q.shape[3]), int(v.shape[3]), DTYPE_NAMES[q.dtype], device, options)
+    if of_chunk is None:
         return (0,)
     batch, tokens = q.shape[0], q.shape[1]
     chunks: int | torch.SymInt
@@ -29,30 +31,17 @@ def _saved_shape(
         chunks = batch * ((tokens + CHUNK - 1) // CHUNK)
     else:
         chunks = tokens // CHUNK + torch.sym_min(cu_seqlens.shape[0] - 1, tokens)
-    device = -1 if q.device.type != "cuda" else q.device.index or 0
-    widths = int(q.shape[3]), int(v.shape[3])
-    of_chunk = _C.saved_bytes_of_chunk(op, *widths, DTYPE_NAMES[q.dtype], policy, device, backend)
     return (chunks, v.shape[2], of_chunk)
 
 
 def _activated_shape(
-    op: str,
-    q: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    policy: str,
-    normalise: bool,
-    activate_gate: bool,
-    activate_beta: bool,
+    op: str, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, options: str
 ) -> tuple[int | torch.SymInt, ...]:
     """[B, T, bytes a token] of what activations made, where it is kept."""
-    if policy != "save" or not (normalise or activate_gate or activate_beta):
-        return (0,)
     widths = int(q.shape[2]), int(v.shape[2]), int(q.shape[3])
     types = (DTYPE_NAMES[q.dtype if t is None else t.dtype] for t in (q, g, beta))
-    of_token = _C.activated_bytes_of_token(op, *widths, *types, normalise, activate_gate, activate_beta)
-    return (q.shape[0], q.shape[1], of_token)
+    of_token = _C.activated_bytes_of_token(op, *widths, *types, options)
+    return (0,) if of_token is None else (q.shape[0], q.shape[1], of_token)
 
 
 def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
@@ -86,26 +75,19 @@ def _(
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    policy: str = "recompute",
-    backend: str = "auto",
-    schedule: str = "chunks",
-    normalise: bool = False,
-    activate_gate: bool = False,
-    activate_beta: bool = False,
-    allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
+    options: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_tensors(op, "forward", locals())
     heads, width = v.shape[2], v.shape[3]
     o = q.new_empty((q.shape[0], q.shape[1], heads, width))
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (width, q.shape[3]) if state_v_first else (q.shape[3], width)
+    words = options.split()
+    state = (width, q.shape[3]) if "state_v_first" in words else (q.shape[3], width)
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    final_state = q.new_empty((sequences, heads, *state) if output_final_state else (0,), dtype=state_dtype)
-    saved = q.new_empty(_saved_shape(op, q, v, cu_seqlens, policy, backend, schedule), dtype=torch.uint8)
-    kept = _activated_shape(op, q, v, g, beta, policy, normalise, activate_gate, activate_beta)
+    final_state = q.new_empty((sequences, heads, *state) if "output_final_state" in words else (0,), dtype=state_dtype)
+    saved = q.new_empty(_saved_shape(op, q, v, cu_seqlens, options), dtype=torch.uint8)
+    kept = _activated_shape(op, q, v, g, beta, options)
     return o, final_state, saved, q.new_empty(kept, dtype=torch.uint8)
 
 
@@ -127,16 +109,10 @@ def _(
     cu_seqlens: Tensor | None,
     saved: Tensor,
     activated: Tensor,
-    scale: float | None,
-    state_v_first: bool,
-    policy: str,
     needed: int,
-    backend: str = "auto",
-    normalise: bool = False,
-    activate_gate: bool = False,
-    activate_beta: bool = False,
-    allow_neg_eigval: bool = False,
+    scale: float | None = None,
     lower_bound: float | None = None,
+    options: str = "",
 ) -> list[Tensor]:
     check_tensors(op, "backward", locals())
     inputs = (q, k, v, g, beta, b, w, initial_state, A_log, dt_bias)
@@ -156,18 +132,17 @@ def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[list[T
 
 NAMES = tuple(argument.name for argument in forward._schema.arguments)
 # Positions in the schema of forward.
-_Q, _CU_SEQLENS, _SCALE, OUTPUT_FINAL_STATE, _STATE_V_FIRST, POLICY, _BACKEND, _SCHEDULE = 1, *range(11, 18)
+_Q, _CU_SEQLENS, _SCALE, OPTIONS = 1, 11, 12, 14
 _INPUTS = slice(_Q, _CU_SEQLENS)  # q to dt_bias: those that can have a gradient
-_ACTIVATION = slice(_SCHEDULE + 1, None)
+
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[_Q : _CU_SEQLENS + 1], *output[2:])
-    ctx.has_final_state = inputs[OUTPUT_FINAL_STATE]
     ctx.operator = inputs[0]
-    ctx.options = inputs[_SCALE], inputs[_STATE_V_FIRST], inputs[POLICY]
-    ctx.choice = inputs[_BACKEND], *inputs[_ACTIVATION]
+    ctx.options = inputs[_SCALE:]
 
 
 def _gradients_of(
@@ -179,11 +154,11 @@ def _gradients_of(
     d_final_state: Tensor | None,
 ) -> list[Tensor | None]:
     """Those of the inputs at `bits`, of q to dt_bias; None where not wanted. `run` is the operator ``backward``."""
-    if not ctx.has_final_state:
+    if "output_final_state" not in ctx.options[-1]:
         d_final_state = None  # of the empty tensor in its place; tracing may invent one
     if d_o is None and d_final_state is None:
         return [None] * len(wanted)
-    if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (d_o, d_final_state)):
+    if (d_o is not None and _is_batched(d_o)) or (d_final_state is not None and _is_batched(d_final_state)):
         raise NotImplementedError(
             "rewy: is_grads_batched=True is not supported, torch.func.vmap over torch.autograd.grad is"
         )
@@ -191,7 +166,7 @@ def _gradients_of(
     for bit, want in zip(bits, wanted, strict=False):  # arguments left out have no `wanted`
         if want:
             needed |= 1 << bit
-    gradients = run(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, *ctx.options, needed, *ctx.choice)
+    gradients = run(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, needed, *ctx.options)
     given = iter(gradients)
     return [next(given) if want else None for want in wanted]
 
@@ -245,7 +220,7 @@ def eager(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
             raise NotImplementedError("rewy: torch.func.grad and vjp are not supported, torch.autograd.grad is")
         return forward(*call)[:2]
-    if call[POLICY] != "none":
+    if "policy=none" not in call[OPTIONS]:
         inputs = call[_INPUTS]
         bits = tuple(bit for bit, t in enumerate(inputs) if t is not None)
         return Differentiable.apply(call, bits, *[inputs[bit] for bit in bits])

@@ -302,23 +302,18 @@ def test_opcheck(op, policy, device, dtype, deterministic):
         given = variables(given)
     operands = [given.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")]
     parameters = [given.get(name) for name in ("A_log", "dt_bias")]
-    on = switches(op)
-    flags = {
-        "normalise": True,
-        "activate_gate": "use_gate_in_kernel" in on,
-        "activate_beta": "use_beta_sigmoid_in_kernel" in on,
-    }
-    arguments = (op, *operands, None, *parameters, None, None, False, False, policy)
-    torch.library.opcheck(torch.ops.rewy.forward.default, arguments, flags)
+    words = f"policy={policy} normalise"
+    words += " activate_gate" * (op in GATED) + " activate_beta" * (op != "gdn2")
+    arguments = (op, *operands, None, *parameters, None, None, None, words)
+    torch.library.opcheck(torch.ops.rewy.forward.default, arguments)
     if policy == "none":
         return
-    o, _, *kept = torch.ops.rewy.forward(*arguments, **flags)
+    o, _, *kept = torch.ops.rewy.forward(*arguments)
     needed = sum(1 << i for i, t in enumerate([*operands, None, *parameters]) if t is not None)
     plain = [t if t is None else t.detach() for t in (*operands, None, *parameters)]
     torch.library.opcheck(
         torch.ops.rewy.backward.default,
-        (op, o.detach(), None, *plain, None, *kept, None, False, policy, needed),
-        flags,
+        (op, o.detach(), None, *plain, None, *kept, needed, None, None, words),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

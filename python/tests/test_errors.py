@@ -103,7 +103,7 @@ def test_refused_with_the_library_s_text(change, differentiated, device, dtype):
 
 @pytest.mark.parametrize("option", ["scale", "output_final_state", "state_v_first", "use_qk_l2norm_in_kernel"])
 def test_types_of_options(option):
-    with pytest.raises(TypeError, match=f"^kda forward: argument '{option}': expected .*(bool|float).*, got str$"):
+    with pytest.raises(TypeError, match=f"^kda forward: argument '{option}': expected (bool|a number), got str$"):
         rewy.chunk_kda(*tensors("kda", Case()), **{option: "x"})
 
 
@@ -168,11 +168,11 @@ def test_a_backward_reads_only_what_was_kept():
     """The operator itself, with less than the forward gave: nothing is read behind it."""
     q, k, v, g, beta = tensors("kda", Case())
     inputs = (q, k, v, g, beta, *[None] * 6)
-    options = {"normalise": True}
-    o, _, saved, activated = torch.ops.rewy.forward("kda", *inputs, policy="save", **options)
+    options = {"options": "normalise policy=save"}
+    o, _, saved, activated = torch.ops.rewy.forward("kda", *inputs, **options)
 
     def backward(saved, activated):
-        return torch.ops.rewy.backward("kda", o, None, *inputs, saved, activated, None, False, "save", 1, **options)
+        return torch.ops.rewy.backward("kda", o, None, *inputs, saved, activated, 1, **options)
 
     assert backward(saved, activated)[0].shape == q.shape
     size = activated.numel()
@@ -186,6 +186,13 @@ def test_a_backward_reads_only_what_was_kept():
         # The stable ABI passes the library's Error on, a std::invalid_argument: PyTorch 2.11 as ValueError.
         with pytest.raises((RuntimeError, ValueError), match=f"^kda backward: argument {text}"):
             backward(*kept)
+
+
+@pytest.mark.parametrize("word", ["normalize", "policy", "norm alise", "schedule=", "backend=tpu", "policy=all"])
+def test_words_that_the_operator_does_not_know(word):
+    q, k, v, g, beta = tensors("kda", Case())
+    with pytest.raises((RuntimeError, ValueError), match=r"argument '(options|policy|schedule|backend)': expected "):
+        torch.ops.rewy.forward("kda", q, k, v, g, beta, None, None, options="state_v_first " + word)
 
 
 def test_unknown_and_positional_options():
@@ -229,6 +236,8 @@ def test_explain_says_why_a_backend_declines():
         with pytest.raises((TypeError, ValueError)) as explained:
             rewy.explain(rewy.chunk_kda, **given)
         assert (type(called.value), str(called.value)) == (type(explained.value), str(explained.value))
+    with pytest.raises(TypeError, match=r"^chunk_kda\(\) got an unexpected keyword argument 'chunk_size'$"):
+        rewy.explain(rewy.chunk_kda, q, k, v, g, beta, chunk_size=64)
     with pytest.raises(TypeError, match=r"^kda forward: argument 'output_final_state': expected bool, got str$"):
         rewy.explain(rewy.chunk_kda, q, k, v, g, beta, output_final_state="yes")
     with pytest.raises(ValueError, match="argument 'q': expected a tensor on cpu or cuda, got one on meta"):

@@ -50,9 +50,9 @@ def test_gradients_only_where_needed(op, device, dtype):
 
 def test_nothing_is_kept_without_gradients(device, dtype):
     arguments = operator_arguments("kda", Case(), device=device, dtype=dtype)
-    assert torch.ops.rewy.forward(*arguments, policy="none")[2].numel() == 0
-    recompute = torch.ops.rewy.forward(*arguments, policy="recompute")[2].numel()
-    assert 0 < recompute < torch.ops.rewy.forward(*arguments, policy="save")[2].numel()
+    assert torch.ops.rewy.forward(*arguments, options="policy=none")[2].numel() == 0
+    recompute = torch.ops.rewy.forward(*arguments, options="policy=recompute")[2].numel()
+    assert 0 < recompute < torch.ops.rewy.forward(*arguments, options="policy=save")[2].numel()
     inputs = leaves(tensors("kda", Case(), device, dtype))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -386,7 +386,7 @@ def test_deterministic_mode(op, device, dtype, deterministic):
     assert_same_bits(step(FUNCTIONS[op], inputs), step(FUNCTIONS[op], inputs))
     arguments = operator_arguments(op, case, device=device, dtype=dtype)
     for policy in ("recompute", "save"):
-        assert_same_bits(*(list(torch.ops.rewy.forward(*arguments, policy=policy)) for _ in range(2)))
+        assert_same_bits(*(list(torch.ops.rewy.forward(*arguments, options="policy=" + policy)) for _ in range(2)))
 
 
 def test_threads_change_no_bit():
@@ -472,20 +472,22 @@ def test_opcheck_forward(op, case, policy, device, dtype, deterministic):
             t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments
         ]
     arguments[8] = state.requires_grad_(differentiated)
-    torch.library.opcheck(torch.ops.rewy.forward.default, (*arguments, None, True, True, policy))
+    torch.library.opcheck(
+        torch.ops.rewy.forward.default, (*arguments, None, None, f"output_final_state state_v_first policy={policy}")
+    )
     arguments[8] = None
-    torch.library.opcheck(torch.ops.rewy.forward.default, (*arguments, 0.5, False, False, policy))
+    torch.library.opcheck(torch.ops.rewy.forward.default, (*arguments, 0.5, None, "policy=" + policy))
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("case", TRACED, ids=str)
 def test_opcheck_backward(op, case, device, dtype):
     arguments = operator_arguments(op, case, device=device, dtype=dtype)
-    o, final, *kept = torch.ops.rewy.forward(*arguments, output_final_state=True)
+    o, final, *kept = torch.ops.rewy.forward(*arguments, options="output_final_state")
     for needed in (sum(1 << i for i in range(7) if arguments[1 + i] is not None), 1 << 1):
         torch.library.opcheck(
             torch.ops.rewy.backward.default,
-            (op, o, final, *arguments[1:], *kept, None, False, "recompute", needed),
+            (op, o, final, *arguments[1:], *kept, needed, None, None, "output_final_state"),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
         )
 

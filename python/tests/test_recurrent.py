@@ -105,7 +105,7 @@ def test_opcheck_and_compile(op, device, dtype):
     inputs = tensors(op, Case(T=8), device, dtype)
     named = dict(zip(NAMES[op], inputs, strict=True))
     operands = [named.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")]
-    options = {"output_final_state": True, "policy": "none", "schedule": "tokens"}
+    options = {"options": "output_final_state policy=none schedule=tokens"}
     torch.library.opcheck(torch.ops.rewy.forward.default, (op, *operands), options)
     compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
     assert_same_bits(list(compiled(op, inputs)), list(decode(op, inputs)))

@@ -82,7 +82,7 @@ def test_reference_backend_through_the_operator(op):
     case = Case(T=80, HV=4)
     named = dict(zip(NAMES[op], tensors(op, case), strict=True))
     arguments = [named.get(name) for name in ("q", "k", "v", "g", "beta", "b", "w")]
-    o, _, saved, _ = torch.ops.rewy.forward(op, *arguments, backend="reference")
+    o, _, saved, _ = torch.ops.rewy.forward(op, *arguments, options="backend=reference")
     assert saved.numel() == 0
     exact, _ = recurrence(op, case, in_fp64(list(named.values())))
     assert_close(o, exact, 1e-7, "o")  # one rounding
