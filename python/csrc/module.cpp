@@ -3,9 +3,7 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
-#include <cstdint>
 #include <exception>
-#include <optional>
 
 #include "options.h"
 #include "rewy/rewy.h"
@@ -16,13 +14,11 @@ namespace {
 using namespace rewy;
 using torch_ops::Options;
 
-/// What `compute` returns - None for nothing - or Python's exception for what it throws.
+/// What `compute` returns, or Python's exception for what it throws.
 template <class Compute>
 PyObject* answer(Compute&& compute) {
   try {
-    const std::optional<std::int64_t> number = compute();
-    if (number) return PyLong_FromLongLong(*number);
-    Py_RETURN_NONE;
+    return compute();
   } catch (const Error& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::exception& error) {
@@ -38,16 +34,15 @@ PyObject* saved_bytes_of_chunk(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "sLLsis", &op, &key_width, &value_width, &dtype, &cuda_device, &words)) {
     return nullptr;
   }
-  return answer([&]() -> std::optional<std::int64_t> {
+  return answer([&] {
     const Options options = Options::parse(words, op);
-    if (!options.keeps_saved()) return std::nullopt;
     Problem p{.op = parse_operator(op), .K = key_width, .V = value_width, .dtype = parse_dtype(dtype)};
     p.strength_dtype = p.dtype;  // what is kept does not depend on it
-    p.policy = *options.policy;
+    if (options.policy) p.policy = *options.policy;
     Execution execution;
     if (cuda_device >= 0) execution.device = {DeviceKind::kCuda, cuda_device};
     execution.backend = options.backend;
-    return torch_ops::saved_bytes_of_chunk(p, execution);
+    return PyLong_FromLongLong(torch_ops::saved_bytes_of_chunk(p, execution));
   });
 }
 
@@ -58,27 +53,39 @@ PyObject* activated_bytes_of_token(PyObject*, PyObject* arguments) {
                         &strength_dtype, &words)) {
     return nullptr;
   }
-  return answer([&]() -> std::optional<std::int64_t> {
+  return answer([&] {
     const Options options = Options::parse(words, op);
-    if (!options.keeps_activated()) return std::nullopt;
     Activation a{.H = heads, .HV = value_heads, .K = key_width};
     a.normalise = options.normalise;
     a.dtype = parse_dtype(dtype);
-    a.gate = options.activate_gate ? gate_of(parse_operator(op)) : Gate::kNone;
+    a.gate = options.gate(parse_operator(op));
     a.gate_dtype = parse_dtype(gate_dtype);
-    a.strength = options.activate_beta;
+    a.strength = options.strength(parse_operator(op));
     a.beta_dtype = torch_ops::wide(parse_dtype(strength_dtype));
-    return torch_ops::activated_bytes_of_token(a);
+    return PyLong_FromLongLong(torch_ops::activated_bytes_of_token(a));
+  });
+}
+
+PyObject* keeps(PyObject*, PyObject* arguments) {
+  const char *op = nullptr, *words = nullptr;
+  if (!PyArg_ParseTuple(arguments, "ss", &op, &words)) return nullptr;
+  return answer([&] {
+    const Options options = Options::parse(words, op);
+    return Py_BuildValue("(NN)", PyBool_FromLong(options.keeps_saved()),
+                         PyBool_FromLong(options.keeps_activated(parse_operator(op))));
   });
 }
 
 PyMethodDef methods[] = {
+    {"keeps", keeps, METH_VARARGS,
+     "keeps(op, options) -> tuple[bool, bool]\n\n"
+     "Whether the forward keeps bytes for its backward: saved, activated."},
     {"saved_bytes_of_chunk", saved_bytes_of_chunk, METH_VARARGS,
-     "saved_bytes_of_chunk(op, K, V, dtype, cuda_device, options) -> int | None\n\n"
-     "Bytes that the forward keeps of one chunk of one head, None if it keeps none; cuda_device is -1 on the CPU."},
+     "saved_bytes_of_chunk(op, K, V, dtype, cuda_device, options) -> int\n\n"
+     "Bytes that the forward keeps of one chunk of one head; cuda_device is -1 on the CPU."},
     {"activated_bytes_of_token", activated_bytes_of_token, METH_VARARGS,
-     "activated_bytes_of_token(op, H, HV, K, dtype, gate_dtype, strength_dtype, options) -> int | None\n\n"
-     "Bytes of what activations make of one token, None if the forward does not keep them."},
+     "activated_bytes_of_token(op, H, HV, K, dtype, gate_dtype, strength_dtype, options) -> int\n\n"
+     "Bytes of what activations make of one token."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT,

@@ -148,7 +148,8 @@ struct Call {
     return in;
   }
 
-  bool activates() const { return activation.normalise || activation.gate != Gate::kNone || activation.strength; }
+  bool activates() const { return options.activates(problem.op); }
+  bool keeps_activated() const { return options.keeps_activated(problem.op); }
   std::array<std::int64_t, 3> activated_shape() const {
     return {problem.B, problem.T, activated_bytes_of_token(activation)};
   }
@@ -192,11 +193,11 @@ struct Call {
     a.normalise = options.normalise;
     a.dtype = problem.dtype;
     if (options.activate_gate) {
-      a.gate = gate_of(problem.op);
+      a.gate = options.gate(problem.op);
       a.lower_bound = lower_bound;
       if (t.g) a.gate_dtype = dtype_of(*t.g, name, "g");
     }
-    if (options.activate_beta && strength_of(problem.op) == Strength::kShared) {
+    if (options.strength(problem.op)) {
       a.strength = true;
       a.allow_negative_eigenvalues = options.allow_neg_eigval;
       a.strength_dtype = problem.strength_dtype;
@@ -229,8 +230,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, 
   Tensor activated;
   Activated made;
   if (call.activates()) {
-    activated = call.options.keeps_activated() ? allocate_kept(call.activated_shape(), device)
-                                               : allocate_workspace(call.activated_bytes(), device);
+    activated = call.keeps_activated() ? allocate_kept(call.activated_shape(), device)
+                                       : allocate_workspace(call.activated_bytes(), device);
     made = lay_out(call.activation, activated.data_ptr(), device);
   }
   ForwardArgs args{.in = call.inputs(tensors, made)};
@@ -252,7 +253,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, 
     call.activate(tensors, made);
   }
   forward(p, args, call.execution);
-  if (!(call.activates() && call.options.keeps_activated())) activated = allocate_kept(none, device);
+  if (!call.keeps_activated()) activated = allocate_kept(none, device);
   return {o, final_state, saved, activated};
 } catch (const Error& e) {
   refuse_as_passed(e, op);
@@ -326,7 +327,7 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   Activated made, d_made;  // d_made: the gradients of `made`
   OptionalTensor d_activated;
   if (call.activates()) {
-    if (call.options.keeps_activated()) {
+    if (call.keeps_activated()) {
       expect_kept(activated, p.B * p.T * activated_bytes_of_token(a), name, "activated");
       activated = aligned(activated, device);
     } else {
@@ -383,7 +384,7 @@ std::vector<Tensor> backward_op(std::string op, OptionalTensor d_o, OptionalTens
   }
   const Tensor workspace = allocate_workspace(workspace_size, device);
   call.execution.workspace = bytes_of(workspace);
-  if (call.activates() && !call.options.keeps_activated()) {  // as in the forward
+  if (call.activates() && !call.keeps_activated()) {  // as in the forward
     validate(p, args, call.execution, bytes);
     check_inputs(p, Direction::kBackward, args.in, call.execution);
     call.activate(tensors, made);

@@ -44,6 +44,9 @@ struct Options {
         if (word == flag.word) options.*flag.on = known = true;
       }
       if (const auto policy = value_of(word, "policy=")) {
+        if (*policy != "none" && *policy != name(Policy::kRecompute) && *policy != name(Policy::kSave)) {
+          throw Error(op, "options", "policy=none, policy=recompute or policy=save", "'" + std::string(word) + "'");
+        }
         options.policy = *policy == "none" ? std::nullopt : std::optional(parse_policy(*policy));
       } else if (const auto backend = value_of(word, "backend=")) {
         options.backend = parse_backend(*backend);
@@ -58,9 +61,14 @@ struct Options {
     return options;
   }
 
+  /// The parts that `op` has. Each is activated inside the call.
+  Gate gate(Operator op) const { return activate_gate ? gate_of(op) : Gate::kNone; }
+  bool strength(Operator op) const { return activate_beta && strength_of(op) == Strength::kShared; }
+  bool activates(Operator op) const { return normalise || gate(op) != Gate::kNone || strength(op); }
+
   bool keeps_saved() const { return policy && schedule == Schedule::kChunks; }
   /// Whether the backward is given what activations made; else it makes it again.
-  bool keeps_activated() const { return policy == Policy::kSave && (normalise || activate_gate || activate_beta); }
+  bool keeps_activated(Operator op) const { return policy == Policy::kSave && activates(op); }
 };
 
 }  // namespace rewy::torch_ops

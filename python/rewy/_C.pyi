@@ -1,8 +1,9 @@
 version: str
 
+def keeps(op: str, options: str) -> tuple[bool, bool]: ...
 def saved_bytes_of_chunk(
     op: str, key_width: int, value_width: int, dtype: str, cuda_device: int, options: str
-) -> int | None: ...
+) -> int: ...
 def activated_bytes_of_token(
     op: str,
     heads: int,
@@ -12,4 +13,4 @@ def activated_bytes_of_token(
     gate_dtype: str,
     strength_dtype: str,
     options: str,
-) -> int | None: ...
+) -> int: ...

@@ -130,11 +130,13 @@ def _words(policy: str, schedule: str, switches: tuple[bool, ...]) -> str:
 
 
 def _refuse_types(op: str, expected: str, **given: object) -> None:
-    """About the first that is none of `expected`, a number or bool; 0 and 1 are bools too."""
-    types = (int,) if expected == "bool" else (numbers.Real, torch.SymInt, torch.SymFloat, type(None))
+    """About the first that is none of `expected`, a number or bool; None, 0, 1 and NumPy's own do for a bool."""
+    switches = expected == "bool"
+    types = (int, torch.SymBool) if switches else (numbers.Real, torch.SymInt, torch.SymFloat)
     for name, value in given.items():
-        if not isinstance(value, types):
-            raise TypeError(f"{op} forward: argument '{name}': expected {expected}, got {type(value).__name__}")
+        if value is None or isinstance(value, types) or (switches and type(value).__name__ in ("bool", "bool_")):
+            continue
+        raise TypeError(f"{op} forward: argument '{name}': expected {expected}, got {type(value).__name__}")
 
 
 def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

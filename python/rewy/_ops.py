@@ -17,31 +17,36 @@ forward = torch.ops.rewy.forward.default
 backward = torch.ops.rewy.backward.default
 
 
+def _dtype_name(op: str, argument: str, t: Tensor) -> str:
+    if t.dtype not in DTYPE_NAMES:
+        got = str(t.dtype).removeprefix("torch.")
+        raise TypeError(f"{op} forward: argument '{argument}': expected dtype f64, f32, bf16 or f16, got {got}")
+    return DTYPE_NAMES[t.dtype]
+
+
 def _saved_shape(
     op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: str
 ) -> tuple[int | torch.SymInt, ...]:
     """[chunks, HV, bytes a chunk and head] as the forward allocates it; lengths may be symbols, widths are numbers."""
-    device = -1 if q.device.type != "cuda" else q.device.index or 0
-    of_chunk = _C.saved_bytes_of_chunk(op, int(q.shape[3]), int(v.shape[3]), DTYPE_NAMES[q.dtype], device, options)
-    if of_chunk is None:
-        return (0,)
     batch, tokens = q.shape[0], q.shape[1]
     chunks: int | torch.SymInt
     if cu_seqlens is None:
         chunks = batch * ((tokens + CHUNK - 1) // CHUNK)
     else:
         chunks = tokens // CHUNK + torch.sym_min(cu_seqlens.shape[0] - 1, tokens)
+    device = -1 if q.device.type != "cuda" else q.device.index or 0
+    widths = int(q.shape[3]), int(v.shape[3])
+    of_chunk = _C.saved_bytes_of_chunk(op, *widths, _dtype_name(op, "q", q), device, options)
     return (chunks, v.shape[2], of_chunk)
 
 
 def _activated_shape(
     op: str, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, options: str
 ) -> tuple[int | torch.SymInt, ...]:
-    """[B, T, bytes a token] of what activations made, where it is kept."""
+    """[B, T, bytes a token] of what activations made."""
     widths = int(q.shape[2]), int(v.shape[2]), int(q.shape[3])
-    types = (DTYPE_NAMES[q.dtype if t is None else t.dtype] for t in (q, g, beta))
-    of_token = _C.activated_bytes_of_token(op, *widths, *types, options)
-    return (0,) if of_token is None else (q.shape[0], q.shape[1], of_token)
+    types = (_dtype_name(op, name, q if t is None else t) for name, t in (("q", q), ("g", g), ("beta", beta)))
+    return (q.shape[0], q.shape[1], _C.activated_bytes_of_token(op, *widths, *types, options))
 
 
 def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
@@ -56,7 +61,8 @@ def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
         t = named[name]
         if t is not None and t.dim() != axes:
             raise ValueError(f"{op} {direction}: argument '{name}': expected {axes} axes, got {t.dim()}")
-    if t is not None and t.shape[0] == 0:
+    packed = named["cu_seqlens"]
+    if packed is not None and isinstance(packed.shape[0], int) and packed.shape[0] == 0:  # a symbol may not be known
         raise ValueError(f"{op} {direction}: argument 'cu_seqlens': expected at least 1 entry, got 0")
 
 
@@ -86,9 +92,10 @@ def _(
     state = (width, q.shape[3]) if "state_v_first" in words else (q.shape[3], width)
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     final_state = q.new_empty((sequences, heads, *state) if "output_final_state" in words else (0,), dtype=state_dtype)
-    saved = q.new_empty(_saved_shape(op, q, v, cu_seqlens, options), dtype=torch.uint8)
-    kept = _activated_shape(op, q, v, g, beta, options)
-    return o, final_state, saved, q.new_empty(kept, dtype=torch.uint8)
+    keeps_saved, keeps_activated = _C.keeps(op, options)
+    saved = _saved_shape(op, q, v, cu_seqlens, options) if keeps_saved else (0,)
+    activated = _activated_shape(op, q, v, g, beta, options) if keeps_activated else (0,)
+    return o, final_state, q.new_empty(saved, dtype=torch.uint8), q.new_empty(activated, dtype=torch.uint8)
 
 
 @torch.library.register_fake("rewy::backward")
@@ -122,6 +129,8 @@ def _(
 @torch.library.register_vmap("rewy::backward")
 def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[list[Tensor], list[int]]:
     """Call by call, as PyTorch by itself runs the forward: torch.func.vmap over torch.autograd.grad."""
+    if info.batch_size == 0:
+        raise ValueError(f"{arguments[0]} backward: expected at least one loss under vmap, got 0")
     calls = (
         [a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)]
         for i in range(info.batch_size)

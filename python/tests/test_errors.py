@@ -107,6 +107,16 @@ def test_types_of_options(option):
         rewy.chunk_kda(*tensors("kda", Case()), **{option: "x"})
 
 
+def test_what_does_for_a_switch():
+    """FLA's layers pass use_cache on, which may be None."""
+    inputs = tensors("kda", Case())
+    for off, on in ((False, True), (None, 1)):
+        assert rewy.chunk_kda(*inputs, output_final_state=off)[1] is None
+        assert rewy.chunk_kda(*inputs, output_final_state=on)[1] is not None
+    with pytest.raises(TypeError, match=r"^kda forward: argument 'state_v_first': expected bool, got Tensor$"):
+        rewy.chunk_kda(*inputs, state_v_first=torch.tensor(True))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_operators_name_themselves(op, device, dtype):
     given = arguments(op, device, dtype)

@@ -153,6 +153,8 @@ def test_gradients_of_many_losses(op, device, dtype):
     found = torch.func.vmap(gradients)(losses, with_states)
     for i in range(3):
         assert_same_bits([t[i] for t in found], list(gradients(losses[i], with_states[i])))
+    with pytest.raises(ValueError, match=f"^{op} backward: expected at least one loss under vmap, got 0$"):
+        torch.func.vmap(gradients)(losses[:0], with_states[:0])
     with pytest.raises(NotImplementedError, match=r"^rewy: is_grads_batched=True is not supported, torch\.func"):
         gradients(losses, with_states, is_grads_batched=True)
 
@@ -530,6 +532,31 @@ def test_no_compilation_for_each_packing(device, dtype):
     assert compilations == [1, 2, 2, 2, 2]  # the second finds that lengths vary
 
 
+def test_no_compilation_for_each_number_of_heads(device, dtype):
+    """Nothing is kept without gradients, and nothing else depends on widths."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = torch.compile(rewy.chunk_kda, fullgraph=True, dynamic=True, backend=counter)
+    for heads in (2, 3, 4, 5):
+        inputs = tensors("kda", Case(H=heads, HV=2 * heads), device, dtype)
+        assert_same_bits([layer(*inputs)[0]], [rewy.chunk_kda(*inputs)[0]])
+    assert counter.frame_count == 1
+
+
+def test_offsets_made_inside_a_program(device, dtype):
+    """As many sequences as the data say: a size that tracing does not know, empty for all it can tell."""
+
+    class Packed(torch.nn.Module):
+        def forward(self, positions, *inputs):
+            return rewy.chunk_kda(*inputs, cu_seqlens=torch.nonzero(positions).flatten().int())[0]
+
+    inputs = tensors("kda", Case(T=70), device, dtype)
+    positions = torch.zeros(71, device=device)
+    positions[[0, 20, 41, 70]] = 1
+    program = torch.export.export(Packed(), (positions, *inputs)).module()
+    positions[[5, 60]] = 1
+    assert_same_bits([program(positions, *inputs)], [Packed()(positions, *inputs)])
+
+
 def test_compile_with_autocast_and_checkpointing(device):
     inputs = leaves(tensors("kda", Case(T=70), device, torch.float32))
 
@@ -549,6 +576,13 @@ def test_compiled_errors_have_the_same_text(device, dtype):
     compiled = torch.compile(rewy.chunk_kda, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"kda forward: argument 'k': expected shape \[1, 64, 2, 32\], got"):
         compiled(q, k[:, :5], v, g, beta)
+    for policy in ("recompute", "save"):
+        inputs = [t.requires_grad_() for t in (q, k, v, g)]
+        raw = {"use_beta_sigmoid_in_kernel": True, "disable_recompute": policy == "save"}
+        with pytest.raises(
+            Exception, match=r"kda forward: argument 'beta': expected dtype f64, f32, bf16 or f16, got i"
+        ):
+            compiled(*inputs, beta.long(), **raw)
 
 
 class Layer(torch.nn.Module):

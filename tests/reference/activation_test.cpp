@@ -101,7 +101,6 @@ TEST(ReferenceActivation, NormGradientByComplexStep) {
   }
 }
 
-// The backend around the functions: whole calls with every tensor strided are tests/cpu's; here the sums.
 TEST(ReferenceActivation, NothingComesBackFromRowsThatAreNotRead) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const double x : {nan, kInfinity, -kInfinity}) {
@@ -119,6 +118,7 @@ TEST(ReferenceActivation, NothingComesBackFromRowsThatAreNotRead) {
   }
 }
 
+// The backend around the functions: whole calls with every tensor strided are tests/cpu's; here the sums.
 TEST(ReferenceActivation, SumsOverBatchAndTokens) {
   const Activation a{.B = 2, .T = 3, .HV = 2, .K = 2, .gate = Gate::kVector, .gate_dtype = DType::kF64};
   std::vector<double> raw(24), dg(24), A_log{0.5, -0.5}, bias{0.1, 0.2, 0.3, 0.4}, d_A(2), d_bias(4), d_raw(24);
