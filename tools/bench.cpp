@@ -211,7 +211,8 @@ void bench(const Options& o, const std::string& command) {
 void add_bench(CLI::App& app, int&) {
   auto o = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("bench", "Time problems given as text");
-  command->add_option("problem", o->problem, "op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 gate=mild policy=recompute");
+  command->add_option("problem", o->problem,
+                      "One problem: op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 gate=mild policy=recompute");
   command->add_option("--file", o->file, "A list of problems, one a line");
   command->add_option("--match,--filter", o->match, "Only problems of the list whose text contains this");
   command

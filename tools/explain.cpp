@@ -15,7 +15,8 @@ void add_explain(CLI::App& app, int&) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("explain", "Which backend serves a problem, and why those before it decline");
   options->device.add(*command);
-  command->add_option("problem", options->problem, "op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 ...")->required();
+  command->add_option("problem", options->problem, "One problem: op=kda B=1 T=2048 H=4 K=128 V=128 dtype=bf16 ...")
+      ->required();
   command->callback([options] {
     const Case c = parse_case(joined(options->problem));
     const Execution execution{.device = options->device.target(),

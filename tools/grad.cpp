@@ -333,7 +333,9 @@ int grad_file(const std::string& path, const Options& o, nlohmann::ordered_json&
 
 void check_outputs(const Options& o) {
   if (o.out.empty()) return;
-  if (o.files.size() > 1 && !fs::is_directory(o.out)) refuse(o.out, "with several inputs --out must be a directory");
+  if (o.files.size() > 1 && !fs::is_directory(o.out)) {
+    refuse(o.out, "with several inputs --out must be a directory that exists");
+  }
   std::set<std::string> names;
   for (const std::string& file : o.files) {
     if (o.files.size() > 1 && !names.insert(fs::path(file).filename().string()).second) {
