@@ -113,6 +113,7 @@ def host_row(op, repeats):
             for _ in range(3):
                 call()  # compiles
             work[name] = lambda call=call: host_time.host_us(call, "cuda", 1)
+        name = "timing"
         for where in THREADS:
             with torch.autograd.set_multithreading_enabled(where == "own"):
                 times = {f"{name}_us": min(observed) for name, observed in alternate(work, repeats).items()}

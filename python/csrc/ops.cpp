@@ -31,6 +31,7 @@ struct Tensors {
   const OptionalTensor &g, &beta, &b, &w, &initial_state, &A_log, &dt_bias, &cu_seqlens;
 };
 
+/// What of a call's options is a number; the rest are words (options.h).
 struct Numbers {
   std::optional<double> scale, lower_bound;
 };
@@ -443,7 +444,7 @@ std::string explain_op(std::string op, Tensor q, Tensor k, Tensor v, OptionalTen
 }  // namespace
 }  // namespace rewy::torch_ops
 
-// `options`: options.h.
+// What `options` may say is in options.h.
 STABLE_TORCH_LIBRARY(rewy, m) {
   m.def(
       "forward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? b, Tensor? w, "

@@ -44,9 +44,6 @@ struct Options {
         if (word == flag.word) options.*flag.on = known = true;
       }
       if (const auto policy = value_of(word, "policy=")) {
-        if (*policy != "none" && *policy != name(Policy::kRecompute) && *policy != name(Policy::kSave)) {
-          throw Error(op, "options", "policy=none, policy=recompute or policy=save", "'" + std::string(word) + "'");
-        }
         options.policy = *policy == "none" ? std::nullopt : std::optional(parse_policy(*policy));
       } else if (const auto backend = value_of(word, "backend=")) {
         options.backend = parse_backend(*backend);

@@ -115,7 +115,7 @@ def _not_a_tensor(op: str, **given: object) -> TypeError:
         name for name, t in given.items() if not isinstance(t, Tensor) and (t is not None or name in ("q", "k", "v"))
     )
     name = next(wrong)
-    return TypeError(f"{op} forward: argument '{name}': expected a tensor, got {type(given[name]).__name__}")
+    return _wrong_type(op, name, "a tensor", given[name])
 
 
 @functools.cache
@@ -129,14 +129,18 @@ def _words(policy: str, schedule: str, switches: tuple[bool, ...]) -> str:
     return " ".join(words)
 
 
-def _refuse_types(op: str, expected: str, **given: object) -> None:
-    """About the first that is none of `expected`, a number or bool; None, 0, 1 and NumPy's own do for a bool."""
-    switches = expected == "bool"
-    types = (int, torch.SymBool) if switches else (numbers.Real, torch.SymInt, torch.SymFloat)
-    for name, value in given.items():
-        if value is None or isinstance(value, types) or (switches and type(value).__name__ in ("bool", "bool_")):
-            continue
-        raise TypeError(f"{op} forward: argument '{name}': expected {expected}, got {type(value).__name__}")
+def _is_number(value: object) -> bool:
+    """Not a tensor: it would get no gradient, and a GPU would be waited for."""
+    return value is None or isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat))
+
+
+def _is_switch(value: object) -> bool:
+    """None, 0, 1 and NumPy's own do for a bool."""
+    return value is None or isinstance(value, (int, torch.SymBool)) or type(value).__name__ in ("bool", "bool_")
+
+
+def _wrong_type(op: str, name: str, expected: str, value: object) -> TypeError:
+    return TypeError(f"{op} forward: argument '{name}': expected {expected}, got {type(value).__name__}")
 
 
 def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -185,16 +189,16 @@ def arguments(
         if t is not None and not isinstance(t, Tensor):
             raise _not_a_tensor(op, g=g, beta=beta, b=b, w=w, initial_state=initial_state, A_log=A_log,
                                 dt_bias=dt_bias, cu_seqlens=cu_seqlens)  # fmt: skip
-    for number in (scale, lower_bound):
-        if number is not None and type(number) is not float:  # a tensor would get no gradient, and be waited for
-            _refuse_types(op, "a number", scale=scale, lower_bound=lower_bound)
+    for name, number in (("scale", scale), ("lower_bound", lower_bound)):
+        if not _is_number(number):
+            raise _wrong_type(op, name, "a number", number)
     switches = (
         output_final_state, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )  # fmt: skip
-    for switch in switches:
-        if switch is not True and switch is not False:
-            _refuse_types(op, "bool", **dict(zip(_SWITCHES.values(), switches, strict=True)))
+    for name, switch in zip(_SWITCHES.values(), switches, strict=True):
+        if switch is not True and switch is not False and not _is_switch(switch):
+            raise _wrong_type(op, name, "bool", switch)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{op} forward: argument 'allow_neg_eigval': expected False without use_beta_sigmoid_in_kernel, got True"

@@ -88,6 +88,19 @@ def test_reference_backend_through_the_operator(op):
     assert_close(o, exact, 1e-7, "o")  # one rounding
 
 
+@pytest.mark.parametrize("op", ["gdn", "kda", "gdn2"])
+def test_a_decay_below_fp32_has_no_gradient(op, device, dtype):
+    """exp(g) is 0 there, and dg not what is left of sums that cancel."""
+    inputs = tensors(op, Case(T=70), device, dtype)
+    gate = NAMES[op].index("g")
+    inputs[gate][:, 20:40:2] = -88
+    inputs = leaves(inputs)
+    o, _ = FUNCTIONS[op](*inputs)
+    (dg,) = torch.autograd.grad(o, inputs[gate], o.detach())
+    assert not dg[:, 20:40:2].any()
+    assert dg[:, 21:40:2].any()
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_scale(op, device, dtype):
     case = Case(T=20)
