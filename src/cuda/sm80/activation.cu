@@ -215,6 +215,16 @@ __device__ __forceinline__ float sum_row(const ActivationPart& part, float x) {
   return x;
 }
 
+/// Whether a row of threads has a gradient that is not 0. The whole warp calls it.
+__device__ __forceinline__ bool any_in_row(const ActivationPart& part, const float (&d)[kFeatures]) {
+  bool any = false;
+#pragma unroll
+  for (int f = 0; f < kFeatures; ++f) any = any || d[f] != 0.0f;
+  const unsigned width = 1u << part.lane_bits;
+  const unsigned lanes = (~0u >> (32 - width)) << (threadIdx.x & (32 - width));
+  return (__ballot_sync(~0u, any) & lanes) != 0;
+}
+
 __device__ __forceinline__ float* rstd_address(const ActivationPart& part, const Place& at, int row) {
   return static_cast<float*>(part.rstd.data) + at.batch * part.rstd.batch + (at.token + row) * part.rstd.token +
          at.group * part.rstd.group;
@@ -257,13 +267,16 @@ __device__ __forceinline__ void normalise_backward(const ActivationPart& part, c
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
           y[f] *= rstd[i];
-          along = fmaf(dy[f], dy[f] == 0.0f ? 0.0f : y[f], along);
+          along = fmaf(dy[f], y[f], along);
         }
         along = sum_row(part, along);
+        if (__any_sync(~0u, isnan(along)) && !any_in_row(part, dy)) {  // nothing reads such a row: it may hold anything
+          along = rstd[i] = 0.0f;
 #pragma unroll
-        for (int f = 0; f < kFeatures; ++f) {
-          y[f] = times_unless_zero(fmaf(-along, along == 0.0f ? 0.0f : y[f], dy[f]), rstd[i]);
+          for (int f = 0; f < kFeatures; ++f) y[f] = 0.0f;
         }
+#pragma unroll
+        for (int f = 0; f < kFeatures; ++f) y[f] = rstd[i] * fmaf(-along, y[f], dy[f]);
         store<T, kWhole>(part.d_raw, at, row, y);
       });
 }
