@@ -26,9 +26,10 @@ def ranges(g, length):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=pathlib.Path)
+    files = parser.parse_args().files
     print(f"| file | median | 90th percentile | largest | smallest g of one token | chunks and heads above {LIMIT} | "
           f"tiles of blocks above {LIMIT} | features of blocks above {LIMIT} |\n" + "|---" * 8 + "|")
-    for path in parser.parse_args().files:
+    for path in files:
         with safe_open(path, framework="numpy") as file:
             natural = file.get_tensor("g").astype(numpy.float64)[0]
         vector = natural.ndim == 3

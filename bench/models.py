@@ -509,7 +509,7 @@ def curve_row(trial, length, updates, rate=1e-4, warmup=20):
         at = max(range(updates), key=differences.__getitem__)
         return {"max": differences[at], "at": at + 1, "mean": statistics.mean(differences)}
 
-    return {"updates": updates, "text": f"bytes of this repository's documents and sources ({len(text)})",
+    return {"updates": updates, "text": f"{len(text)} bytes of this repository's documents and sources",
             "optimizer": f"AdamW, rate {rate:g} after {warmup} updates of warm-up, betas 0.9 and 0.95, weight decay 0.1, "
                          "gradients clipped to norm 1",
             "loss": losses, "rewy_against_fla": apart("rewy"), "fla_nudged_against_fla": apart("fla_nudged")}
@@ -642,8 +642,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="five observations and updates, to try the script")
     parser.add_argument("--out", help="instead of results/models_<gpu>.json")
     parser.add_argument("--commit", help="what was built, where this is no git checkout")
-    parser.add_argument("--render", metavar="JSON", help="measure nothing: tables and charts of this file")
-    parser.add_argument("--write", help="document that takes the tables between its markers")
+    parser.add_argument("--render", metavar="JSON", help="measure nothing: the tables of this file")
+    parser.add_argument("--write", help="document that takes the tables between its markers; writes the charts too")
     parser.add_argument("--figures", default=str(ROOT / "docs/figures"), help="folder of the charts")
     a = parser.parse_args()
     if a.render:

@@ -306,8 +306,8 @@ def main():
     parser.add_argument("--fla-seconds", type=float, default=200, help="start nothing of FLA's after this long")
     parser.add_argument("--no-large", action="store_true", help="FLA: only the six shapes of the comparison")
     parser.add_argument("--quick", action="store_true", help="five observations, to try the script")
-    parser.add_argument("--render", metavar="JSON", help="measure nothing: tables and charts of this file")
-    parser.add_argument("--write", help="document that takes the tables between its markers")
+    parser.add_argument("--render", metavar="JSON", help="measure nothing: the tables of this file")
+    parser.add_argument("--write", help="document that takes the tables between its markers; writes the charts too")
     parser.add_argument("--figures", default=str(ROOT / "docs/figures"), help="folder of the charts")
     a = parser.parse_args()
     if a.render:

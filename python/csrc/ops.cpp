@@ -151,9 +151,6 @@ struct Call {
 
   bool activates() const { return options.activates(problem.op); }
   bool keeps_activated() const { return options.keeps_activated(problem.op); }
-  std::array<std::int64_t, 3> activated_shape() const {
-    return {problem.B, problem.T, activated_bytes_of_token(activation)};
-  }
   std::size_t activated_bytes() const {
     return static_cast<std::size_t>(problem.B * problem.T * activated_bytes_of_token(activation));
   }
@@ -231,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, 
   Tensor activated;
   Activated made;
   if (call.activates()) {
-    activated = call.keeps_activated() ? allocate_kept(call.activated_shape(), device)
+    activated = call.keeps_activated() ? allocate_kept(call.activated_bytes(), device)
                                        : allocate_workspace(call.activated_bytes(), device);
     made = lay_out(call.activation, activated.data_ptr(), device);
   }
@@ -241,8 +238,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, 
   const Tensor final_state = call.options.output_final_state ? allocate(call.state_shape(), call.state_dtype(), device)
                                                              : allocate(none, call.state_dtype(), device);
   if (call.options.output_final_state) args.final_state = view(final_state, call.name, "final_state");
-  const Tensor saved =
-      keeps ? allocate_kept(saved_shape(p, bytes, call.execution), device) : allocate_kept(none, device);
+  const Tensor saved = allocate_kept(keeps ? bytes.saved : 0, device);
   args.saved = bytes_of(saved);
   const Tensor workspace = allocate_workspace(bytes.workspace + (args.saved.empty() ? bytes.unsaved : 0), device);
   call.execution.workspace = bytes_of(workspace);
@@ -254,7 +250,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(std::string op, Tensor q, 
     call.activate(tensors, made);
   }
   forward(p, args, call.execution);
-  if (!call.keeps_activated()) activated = allocate_kept(none, device);
+  if (!call.keeps_activated()) activated = allocate_kept(0, device);
   return {o, final_state, saved, activated};
 } catch (const Error& e) {
   refuse_as_passed(e, op);
@@ -290,7 +286,7 @@ Tensor readable(const Tensor& d_o, Device device, const std::string& name) {
 
 /// Refuses what cannot be bytes that a forward kept: at least `least`, as they lay.
 void expect_kept(const Tensor& t, std::int64_t least, const std::string& name, const char* argument) {
-  if (!t.is_contiguous() || t.element_size() != 1) {
+  if (t.dim() != 1 || !t.is_contiguous() || t.element_size() != 1) {
     throw Error(name, argument, "bytes without gaps, as the forward left them", "another tensor");
   }
   if (t.numel() < least) {
@@ -301,8 +297,7 @@ void expect_kept(const Tensor& t, std::int64_t least, const std::string& name, c
 /// Bytes that a forward kept where the library can read them: hooks on saved tensors may give them back at any address.
 Tensor aligned(const Tensor& t, Device device) {
   if (t.numel() == 0 || reinterpret_cast<std::uintptr_t>(t.data_ptr()) % Arena::kAlign == 0) return t;
-  const auto shape = t.sizes();
-  Tensor copy = allocate_kept(std::span(shape.data(), shape.size()), device);
+  Tensor copy = allocate_kept(static_cast<std::size_t>(t.numel()), device);
   return torch::stable::copy_(copy, t);
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <stdexcept>
+#include <string_view>
 
 namespace rewy::torch_ops {
 namespace {
@@ -70,7 +71,8 @@ DType dtype_of(const Tensor& t, const std::string& operation, const char* argume
   for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF16, DType::kF64, DType::kI32, DType::kI64}) {
     if (code == torch_dtype(dtype)) return dtype;
   }
-  throw Error(operation, argument, "a dtype among f64, f32, bf16, f16, i32 and i64",
+  const bool offsets = std::string_view(argument) == "cu_seqlens";
+  throw Error(operation, argument, offsets ? "dtype i32 or i64" : "dtype f64, f32, bf16 or f16",
               torch::headeronly::toString(t.scalar_type()));
 }
 
@@ -96,12 +98,13 @@ Tensor allocate_workspace(std::size_t bytes, Device device) {
   return allocate(shape, aoti_torch_dtype_uint8(), device);
 }
 
-Tensor allocate_kept(std::span<const std::int64_t> shape, Device device) {
-  if (std::ranges::count(shape, 0) != 0) return allocate(shape, aoti_torch_dtype_uint8(), device);  // the quicker way
+Tensor allocate_kept(std::size_t bytes, Device device) {
+  if (bytes == 0) return allocate_workspace(bytes, device);  // the quicker way
   namespace ho = torch::headeronly;
+  const std::int64_t shape[] = {static_cast<std::int64_t>(bytes)};
   const bool cuda = device.kind == DeviceKind::kCuda;
   return torch::stable::empty(
-      ho::IntHeaderOnlyArrayRef(shape.data(), shape.size()), ho::ScalarType::Byte, std::nullopt,
+      ho::IntHeaderOnlyArrayRef(shape, 1), ho::ScalarType::Byte, std::nullopt,
       torch::stable::Device(cuda ? ho::DeviceType::CUDA : ho::DeviceType::CPU, cuda ? device.index : -1));
 }
 

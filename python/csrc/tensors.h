@@ -32,7 +32,7 @@ Tensor allocate(std::span<const std::int64_t> shape, DType, Device);
 /// The same of bytes, for a call's workspace.
 Tensor allocate_workspace(std::size_t bytes, Device);
 /// Bytes that are a result although not all of them are written. PyTorch's deterministic mode fills them beforehand.
-Tensor allocate_kept(std::span<const std::int64_t> shape, Device);
+Tensor allocate_kept(std::size_t bytes, Device);
 
 std::span<std::byte> bytes_of(const Tensor&);
 

@@ -24,6 +24,7 @@ _SWITCHES = {
     "activate_beta": "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval": "allow_neg_eigval",
 }
+_ALL_SWITCHES = (*_SWITCHES.values(), "disable_recompute")
 # The library's refusals of an element type, or of a tensor that is not there.
 _ABOUT_TYPES = re.compile(r": expected (a )?dtype |, got none$")
 
@@ -43,7 +44,7 @@ _STATES = """
 _TRAINING = """\
         cu_seqlens_cpu: accepted and not needed.
         disable_recompute: keep what the backward would compute again: faster, more memory. Same gradients, to the bit.
-        safe_gate: accepted, and changes nothing: results are exact for gates of any size.
+        safe_gate, where there is a gate: accepted, and changes nothing: results are exact for gates of any size.
 """
 _REST = """
     What a layer projects may go in as it is, by those of these options that the signature has; the activations run
@@ -71,14 +72,14 @@ _TENSORS_BY_CHUNKS = """\
     have any strides. On a GPU K and V are multiples of 8 up to 256, and the rows of v, b, w and of q, k and g that are
     not activated are contiguous and 16-byte aligned."""
 _TENSORS_BY_TOKENS = """\
-    q, k and v have one type: FP32, BF16 or FP16, on a CPU FP64 too; b and w FP32, BF16 or FP16, whatever q is. Tensors
-    have any strides, K and V are any numbers, on a GPU K up to 256. Where gradients are needed, what the function by
-    chunks asks for holds instead."""
+    q, k and v have one type: FP32, BF16 or FP16, on a CPU FP64 too; b and w one of FP32, BF16 and FP16, whatever q has.
+    Tensors have any strides, K and V are any numbers, on a GPU K up to 256. Where gradients are needed, what the
+    function by chunks asks for holds instead."""
 
 _TOKENS = """
-    The state goes in and comes out, and nothing needs memory but the results. Any number of tokens is served; for more
-    than about 64 a sequence the function by chunks is faster. Gradients, where they are asked for, are computed by
-    chunks.
+    The state goes in and comes out, and on a GPU nothing needs memory but the results. Any number of tokens is served;
+    for more than about 64 a sequence the function by chunks is faster. Gradients, where they are asked for, are
+    computed by chunks.
 """
 
 # The tensors of a call that are not options; a function has those its signature has.
@@ -107,6 +108,19 @@ def _refusal(error: Exception, op: str) -> Exception | None:
     if ": argument '" not in text:
         return None
     return TypeError(text) if _ABOUT_TYPES.search(text) else ValueError(text)
+
+
+def _refuse_foreign(call: tuple[Any, ...], devices: tuple[str, ...] = ("cpu", "cuda", "meta")) -> None:
+    """Tensors for which PyTorch finds no operator of ours; its own text is about dispatch keys."""
+    for name, t in zip(_ops.NAMES, call, strict=True):
+        if not isinstance(t, Tensor):
+            continue
+        expected, got = "a tensor on cpu or cuda", f"one on {t.device}"
+        if t.device.type in devices:
+            expected, got = "a dense tensor", "a nested one" if t.is_nested else f"one of {t.dtype}, {t.layout}"
+            if t.layout == torch.strided and not t.is_nested and not t.is_quantized:
+                continue
+        raise ValueError(f"{call[0]} forward: argument '{name}': expected {expected}, got {got}")
 
 
 def _not_a_tensor(op: str, **given: object) -> TypeError:
@@ -196,7 +210,7 @@ def arguments(
         output_final_state, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )  # fmt: skip
-    for name, switch in zip(_SWITCHES.values(), switches, strict=True):
+    for name, switch in zip(_ALL_SWITCHES, (*switches, disable_recompute), strict=True):
         if switch is not True and switch is not False and not _is_switch(switch):
             raise _wrong_type(op, name, "bool", switch)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
@@ -244,6 +258,8 @@ def run(call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
         except (RuntimeError, ValueError) as error:
             refusal = _refusal(error, call[0])
             if refusal is None:
+                if isinstance(error, NotImplementedError):
+                    _refuse_foreign(call)
                 raise
             raise refusal from None
     return o, final_state if "output_final_state" in call[_ops.OPTIONS] else None
@@ -266,7 +282,7 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     Raises:
         ValueError, TypeError: as the call would.
     """
-    if function not in _OPERATORS:
+    if not callable(function) or function not in _OPERATORS:
         raise ValueError(f"rewy.explain: expected one of {', '.join(f.__name__ for f in _OPERATORS)}, got {function!r}")
     op, schedule = _OPERATORS[function]
     try:
@@ -278,9 +294,7 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     named = [given.pop(name, None) for name in TENSORS]
     asked = arguments(op, *named, **given, schedule=schedule, differentiated=True)
     _ops.check_tensors(op, "forward", dict(zip(_ops.NAMES, asked, strict=True)))
-    device = asked[1].device
-    if device.type not in ("cpu", "cuda"):  # where PyTorch has no operator of ours to ask
-        raise ValueError(f"{op} forward: argument 'q': expected a tensor on cpu or cuda, got one on {device}")
+    _refuse_foreign(asked, ("cpu", "cuda"))
     try:
         return torch.ops.rewy.explain(*asked)
     except (RuntimeError, ValueError) as error:

@@ -24,10 +24,8 @@ def _dtype_name(op: str, argument: str, t: Tensor) -> str:
     return DTYPE_NAMES[t.dtype]
 
 
-def _saved_shape(
-    op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: str
-) -> tuple[int | torch.SymInt, ...]:
-    """[chunks, HV, bytes a chunk and head] as the forward allocates it; lengths may be symbols, widths are numbers."""
+def _saved_bytes(op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: str) -> int | torch.SymInt:
+    """As many as the forward allocates; lengths may be symbols, widths are numbers."""
     batch, tokens = q.shape[0], q.shape[1]
     chunks: int | torch.SymInt
     if cu_seqlens is None:
@@ -37,16 +35,16 @@ def _saved_shape(
     device = -1 if q.device.type != "cuda" else q.device.index or 0
     widths = int(q.shape[3]), int(v.shape[3])
     of_chunk = _C.saved_bytes_of_chunk(op, *widths, _dtype_name(op, "q", q), device, options)
-    return (chunks, v.shape[2], of_chunk)
+    return chunks * v.shape[2] * of_chunk
 
 
-def _activated_shape(
+def _activated_bytes(
     op: str, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, options: str
-) -> tuple[int | torch.SymInt, ...]:
-    """[B, T, bytes a token] of what activations made."""
+) -> int | torch.SymInt:
+    """Of what activations made."""
     widths = int(q.shape[2]), int(v.shape[2]), int(q.shape[3])
     types = (_dtype_name(op, name, q if t is None else t) for name, t in (("q", q), ("g", g), ("beta", beta)))
-    return (q.shape[0], q.shape[1], _C.activated_bytes_of_token(op, *widths, *types, options))
+    return q.shape[0] * q.shape[1] * _C.activated_bytes_of_token(op, *widths, *types, options)
 
 
 def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
@@ -93,9 +91,9 @@ def _(
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     final_state = q.new_empty((sequences, heads, *state) if "output_final_state" in words else (0,), dtype=state_dtype)
     keeps_saved, keeps_activated = _C.keeps(op, options)
-    saved = _saved_shape(op, q, v, cu_seqlens, options) if keeps_saved else (0,)
-    activated = _activated_shape(op, q, v, g, beta, options) if keeps_activated else (0,)
-    return o, final_state, q.new_empty(saved, dtype=torch.uint8), q.new_empty(activated, dtype=torch.uint8)
+    saved = _saved_bytes(op, q, v, cu_seqlens, options) if keeps_saved else 0
+    activated = _activated_bytes(op, q, v, g, beta, options) if keeps_activated else 0
+    return o, final_state, q.new_empty((saved,), dtype=torch.uint8), q.new_empty((activated,), dtype=torch.uint8)
 
 
 @torch.library.register_fake("rewy::backward")

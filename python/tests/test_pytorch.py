@@ -521,6 +521,18 @@ def test_no_compilation_for_each_packing(device, dtype):
     assert compilations == [1, 2, 2, 2, 2]  # the second finds that lengths vary
 
 
+def test_no_compilation_for_one_chunk(device, dtype):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = torch.compile(lambda *inputs: rewy.chunk_kda(*inputs)[0], fullgraph=True, backend=counter)
+    compilations = []
+    for T in (100, 200, 64, 2, 300):
+        inputs = leaves(tensors("kda", Case(T=T), device, dtype))
+        o = layer(*inputs)
+        assert_same_bits([o, *torch.autograd.grad(o, inputs, o.detach())], step(rewy.chunk_kda, inputs))
+        compilations.append(counter.frame_count)
+    assert compilations == [1, 2, 2, 2, 2]  # the second finds that lengths vary
+
+
 def test_no_compilation_for_each_number_of_heads(device, dtype):
     """Nothing is kept without gradients, and nothing else depends on widths."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -592,6 +604,39 @@ def test_export(device, dtype):
     other = Case(T=90, offsets=(0, 1, 2, 3, 80))
     inputs = (*tensors("kda", other, device, dtype, seed=1), offsets(other, device))
     assert_same_bits(list(program.module()(*inputs)), list(Layer()(*inputs)))
+
+
+class Projected(torch.nn.Module):
+    """A layer with weights: a program that keeps what a backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(32, 32)
+
+    def forward(self, q, k, v, g, beta, cu_seqlens=None):
+        projected = self.project(q)
+        return rewy.chunk_kda(projected, k, v, g, beta, cu_seqlens=cu_seqlens, disable_recompute=True)[0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_any_length_where_weights_have_gradients(strict, packed, device, dtype):
+    """Also of one chunk, which sizes of what is kept must not tell from more."""
+
+    def inputs_of(case, seed=0):
+        return (*tensors("kda", case, device, dtype, seed=seed), *([offsets(case, device)] if packed else []))
+
+    layer = Projected().to(device, dtype)
+    rows = {1: torch.export.Dim("tokens", min=2)}
+    dynamic = {name: rows for name in NAMES["kda"]}
+    if packed:
+        dynamic["cu_seqlens"] = {0: torch.export.Dim("entries", min=3)}
+    program = torch.export.export(
+        layer, inputs_of(Case(T=70, offsets=(0, 30, 70))), dynamic_shapes=dynamic, strict=strict
+    )
+    for case in (Case(T=130, offsets=(0, 1, 2, 80)), Case(T=64, offsets=(0, 5, 64)), Case(T=10, offsets=(0, 10, 10))):
+        inputs = inputs_of(case, seed=1)
+        assert_same_bits([program.module()(*inputs)], [layer(*inputs)])
 
 
 @pytest.mark.parametrize("op", OPS)

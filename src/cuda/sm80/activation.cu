@@ -270,10 +270,13 @@ __device__ __forceinline__ void normalise_backward(const ActivationPart& part, c
           along = fmaf(dy[f], y[f], along);
         }
         along = sum_row(part, along);
-        if (__any_sync(~0u, isnan(along)) && !any_in_row(part, dy)) {  // nothing reads such a row: it may hold anything
-          along = rstd[i] = 0.0f;
+        if (__any_sync(~0u, isnan(along))) {
+          const bool unread = !any_in_row(part, dy);
+          if (isnan(along) && unread) {  // nothing reads such a row: it may hold anything
+            along = rstd[i] = 0.0f;
 #pragma unroll
-          for (int f = 0; f < kFeatures; ++f) y[f] = 0.0f;
+            for (int f = 0; f < kFeatures; ++f) y[f] = 0.0f;
+          }
         }
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) y[f] = rstd[i] * fmaf(-along, y[f], dy[f]);
