@@ -52,6 +52,14 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def compile_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """PyTorch keeps compiled programs over runs, and would take those of a package with other shape rules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch.compiler.reset()
