@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import pickle
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +226,10 @@ def arguments() -> argparse.Namespace:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+        if getattr(args, name) < 0 or (getattr(args, name) == 0 and name != "steps"):
+            parser.error(f"--{name} {getattr(args, name)} is too small")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU here")
     if args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     return args
@@ -237,15 +242,18 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     sources = [args.text] if args.text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    data = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
-    text, held_out = data.to(args.device).tensor_split([len(data) * 49 // 50])
-    if len(held_out) <= args.length:
+    data = bytearray(b"".join(path.read_bytes() for path in sources))
+    if len(data) - len(data) * 49 // 50 <= args.length:
         raise SystemExit(f"{len(data)} bytes of text are too few for a --length of {args.length}")
+    text, held_out = torch.frombuffer(data, dtype=torch.uint8).to(args.device).tensor_split([len(data) * 49 // 50])
     windows = held_out.unfold(0, args.length + 1, args.length)
 
     model = LanguageModel(args.operator, args.width, args.layers, args.heads).to(args.device)
     if args.load:
-        model.load_state_dict(torch.load(args.load, map_location=args.device, weights_only=True))
+        try:
+            model.load_state_dict(torch.load(args.load, map_location=args.device, weights_only=True))
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise SystemExit(f"{args.load} has no weights of this operator and these sizes: {error}") from None
     title = f"{args.operator}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters"
     print(f"{title}; {len(text)} bytes of text, {len(held_out)} held out; on {args.device}")
     runner = torch.compile(model) if args.compile else model

@@ -49,7 +49,10 @@ struct Activated {
   if (operation.starts_with(kActivation)) operation.replace(0, kActivation.size() - 1, op);
   if (argument.starts_with(kRaw)) argument.erase(0, kRaw.size());
   if (argument.ends_with("dtype")) {
+    static constexpr std::string_view kBeside = " with dtype ";  // the problem's, which a tensor has
     expected = "dtype " + expected;
+    if (const auto at = expected.find(kBeside); at != expected.npos)
+      expected.replace(at, kBeside.size(), " with q of ");
     argument = argument == "dtype" ? "q" : argument == "gate_dtype" ? "g" : op == "gdn2" ? "b" : "beta";
   }
   throw Error(operation, argument, expected, e.actual());
@@ -173,7 +176,8 @@ struct Call {
   DType state_dtype() const { return problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   torch::headeronly::IntHeaderOnlyArrayRef axes(const Tensor& t, const char* argument, std::int64_t count) const {
-    if (t.dim() != count) throw Error(name, argument, std::to_string(count) + " axes", std::to_string(t.dim()));
+    if (t.dim() != count)
+      throw Error(name, argument, std::to_string(count) + (count == 1 ? " axis" : " axes"), std::to_string(t.dim()));
     return t.sizes();
   }
 

@@ -29,6 +29,16 @@ int torch_dtype(DType dtype) {
   throw std::logic_error("rewy: an element type without a counterpart in PyTorch");
 }
 
+/// An allocation failed. The exception that PyTorch's stable interface made a code of can be asked for from 2.13 on;
+/// _ops.py tells by the text what it was.
+[[noreturn]] void throw_no_memory(std::span<const std::int64_t> shape, Device device) {
+  using What = const char* (*)();
+  static const auto what = reinterpret_cast<What>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  if (const char* text = what == nullptr ? nullptr : what()) throw std::runtime_error(text);
+  const std::string where = device.kind == DeviceKind::kCuda ? "cuda:" + std::to_string(device.index) : "cpu";
+  throw std::runtime_error("rewy: PyTorch has no memory on " + where + " for a tensor of shape " + shape_text(shape));
+}
+
 Tensor allocate(std::span<const std::int64_t> shape, int dtype, Device device) {
   std::array<std::int64_t, TensorView::kMaxRank> strides{};
   std::int64_t stride = 1;
@@ -37,8 +47,10 @@ Tensor allocate(std::span<const std::int64_t> shape, int dtype, Device device) {
     stride *= std::max<std::int64_t>(shape[axis], 1);  // as PyTorch strides tensors without elements
   }
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
-                                                  dtype, torch_device_type(device), device.index, &handle));
+  if (aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(), dtype,
+                               torch_device_type(device), device.index, &handle) != AOTI_TORCH_SUCCESS) {
+    throw_no_memory(shape, device);
+  }
   return Tensor(handle);
 }
 
@@ -103,9 +115,13 @@ Tensor allocate_kept(std::size_t bytes, Device device) {
   namespace ho = torch::headeronly;
   const std::int64_t shape[] = {static_cast<std::int64_t>(bytes)};
   const bool cuda = device.kind == DeviceKind::kCuda;
-  return torch::stable::empty(
-      ho::IntHeaderOnlyArrayRef(shape, 1), ho::ScalarType::Byte, std::nullopt,
-      torch::stable::Device(cuda ? ho::DeviceType::CUDA : ho::DeviceType::CPU, cuda ? device.index : -1));
+  try {
+    return torch::stable::empty(
+        ho::IntHeaderOnlyArrayRef(shape, 1), ho::ScalarType::Byte, std::nullopt,
+        torch::stable::Device(cuda ? ho::DeviceType::CUDA : ho::DeviceType::CPU, cuda ? device.index : -1));
+  } catch (const std::runtime_error&) {
+    throw_no_memory(shape, device);
+  }
 }
 
 std::span<std::byte> bytes_of(const Tensor& t) {

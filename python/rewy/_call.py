@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _ops
 
@@ -102,7 +101,7 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
     return decorate
 
 
-def _refusal(error: Exception, op: str) -> Exception | None:
+def _refusal(error: Exception) -> Exception | None:
     """The library's own "op direction: argument 'x': expected ...", which PyTorch passes on as the one or the other."""
     text = str(error)
     if ": argument '" not in text:
@@ -143,12 +142,21 @@ def _words(policy: str, schedule: str, switches: tuple[bool, ...]) -> str:
     return " ".join(words)
 
 
-def _is_number(value: object) -> bool:
-    """Not a tensor: it would get no gradient, and a GPU would be waited for."""
-    return value is None or isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat))
+def _number(op: str, name: str, value: Any) -> Any:
+    """As the operator takes it. Not of a tensor: it would get no gradient, and a GPU would be waited for."""
+    if value is None or isinstance(value, (float, torch.SymInt, torch.SymFloat)):
+        return value
+    if not isinstance(value, numbers.Real):
+        raise _wrong_type(op, name, "a number", value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{op} forward: argument '{name}': expected a finite number, got one beyond the range of FP64"
+        ) from None
 
 
-def _is_switch(value: object) -> bool:
+def is_switch(value: object) -> bool:
     """None, 0, 1 and NumPy's own do for a bool."""
     return value is None or isinstance(value, (int, torch.SymBool)) or type(value).__name__ in ("bool", "bool_")
 
@@ -163,7 +171,7 @@ def _converted(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A layer's parameter, of whatever shape the layer gives it."""
-    return t if t is None else _converted(t if t.dim() == 1 else t.reshape(-1), dtype)
+    return t if t is None or t.is_nested else _converted(t if t.dim() == 1 else t.reshape(-1), dtype)
 
 
 def arguments(
@@ -203,15 +211,13 @@ def arguments(
         if t is not None and not isinstance(t, Tensor):
             raise _not_a_tensor(op, g=g, beta=beta, b=b, w=w, initial_state=initial_state, A_log=A_log,
                                 dt_bias=dt_bias, cu_seqlens=cu_seqlens)  # fmt: skip
-    for name, number in (("scale", scale), ("lower_bound", lower_bound)):
-        if not _is_number(number):
-            raise _wrong_type(op, name, "a number", number)
+    scale, lower_bound = _number(op, "scale", scale), _number(op, "lower_bound", lower_bound)
     switches = (
         output_final_state, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )  # fmt: skip
     for name, switch in zip(_ALL_SWITCHES, (*switches, disable_recompute), strict=True):
-        if switch is not True and switch is not False and not _is_switch(switch):
+        if switch is not True and switch is not False and not is_switch(switch):
             raise _wrong_type(op, name, "bool", switch)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
@@ -239,24 +245,16 @@ def arguments(
     return op, q, k, v, g, beta, b, w, initial_state, A_log, dt_bias, cu_seqlens, scale, lower_bound, words
 
 
-def _refuse_tangents(call: tuple[Any, ...]) -> None:
-    """Forward-mode derivatives. PyTorch would leave them out without a word where no tensor requires a gradient."""
-    if forward_ad._current_level < 0:
-        return
-    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in call):
-        raise NotImplementedError("rewy: forward-mode derivatives (torch.func.jvp, forward_ad) are not supported")
-
-
 def run(call: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     """(o, final_state) of the operator ``forward``, from its arguments; final_state is None unless asked for."""
-    _refuse_tangents(call)
+    _ops.refuse_tangents(call)
     if torch.compiler.is_compiling():
         o, final_state = _ops.forward(*call)[:2]
     else:
         try:
             o, final_state = _ops.eager(call)
         except (RuntimeError, ValueError) as error:
-            refusal = _refusal(error, call[0])
+            refusal = _refusal(error) or _ops.out_of_memory(error)
             if refusal is None:
                 if isinstance(error, NotImplementedError):
                     _refuse_foreign(call)
@@ -298,7 +296,7 @@ def explain(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> s
     try:
         return torch.ops.rewy.explain(*asked)
     except (RuntimeError, ValueError) as error:
-        refusal = _refusal(error, op)
+        refusal = _refusal(error)
         if refusal is None:
             raise
         raise refusal from None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _C
 
@@ -55,10 +57,10 @@ def check_tensors(op: str, direction: str, named: dict[str, Any]) -> None:
         if isinstance(t, Tensor) and t.device != device:
             name, expected, got = (name, device, t.device) if device.type != "meta" else ("q", t.device, device)
             raise ValueError(f"{op} {direction}: argument '{name}': expected a tensor on {expected}, got one on {got}")
-    for name, axes in (("q", 4), ("v", 4), ("cu_seqlens", 1)):
+    for name, axes, text in (("q", 4, "4 axes"), ("v", 4, "4 axes"), ("cu_seqlens", 1, "1 axis")):
         t = named[name]
         if t is not None and t.dim() != axes:
-            raise ValueError(f"{op} {direction}: argument '{name}': expected {axes} axes, got {t.dim()}")
+            raise ValueError(f"{op} {direction}: argument '{name}': expected {text}, got {t.dim()}")
     packed = named["cu_seqlens"]
     if packed is not None and isinstance(packed.shape[0], int) and packed.shape[0] == 0:  # a symbol may not be known
         raise ValueError(f"{op} {direction}: argument 'cu_seqlens': expected at least 1 entry, got 0")
@@ -143,6 +145,20 @@ _Q, _CU_SEQLENS, _SCALE, OPTIONS = 1, 11, 12, 14
 _INPUTS = slice(_Q, _CU_SEQLENS)  # q to dt_bias: those that can have a gradient
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_OUT_OF_MEMORY = re.compile("out of memory|rewy: PyTorch has no memory on cuda")
+
+
+def out_of_memory(error: Exception) -> torch.OutOfMemoryError | None:
+    """PyTorch's own kind of error, which its stable interface does not let through."""
+    return torch.OutOfMemoryError(str(error)) if _OUT_OF_MEMORY.search(str(error)) else None
+
+
+def refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Forward-mode derivatives. PyTorch would leave them out without a word where no tensor requires a gradient."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("rewy: forward-mode derivatives (torch.func.jvp, forward_ad) are not supported")
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -165,15 +181,21 @@ def _gradients_of(
         d_final_state = None  # of the empty tensor in its place; tracing may invent one
     if d_o is None and d_final_state is None:
         return [None] * len(wanted)
-    if (d_o is not None and _is_batched(d_o)) or (d_final_state is not None and _is_batched(d_final_state)):
-        raise NotImplementedError(
-            "rewy: is_grads_batched=True is not supported, torch.func.vmap over torch.autograd.grad is"
-        )
+    if not torch.compiler.is_compiling():  # which does not trace the question
+        if (d_o is not None and _is_batched(d_o)) or (d_final_state is not None and _is_batched(d_final_state)):
+            raise NotImplementedError(
+                "rewy: is_grads_batched=True is not supported, torch.func.vmap over torch.autograd.grad is"
+            )
+        refuse_tangents((d_o, d_final_state))
     needed = 0
     for bit, want in zip(bits, wanted, strict=False):  # arguments left out have no `wanted`
         if want:
             needed |= 1 << bit
-    gradients = run(ctx.operator, d_o, d_final_state, *ctx.saved_tensors, needed, *ctx.options)
+    saved = ctx.saved_tensors
+    try:
+        gradients = run(ctx.operator, d_o, d_final_state, *saved, needed, *ctx.options)
+    except RuntimeError as error:
+        raise out_of_memory(error) or error from None
     given = iter(gradients)
     return [next(given) if want else None for want in wanted]
 
@@ -209,8 +231,9 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With gradients of gradients it is recorded, to be refused where they are used.
-        run = backward if torch.is_grad_enabled() else _below_autograd
+        # With gradients of gradients it is recorded, to be refused where they are used. While the backward alone is
+        # being compiled, nothing may switch autograd off.
+        run = backward if torch.is_grad_enabled() or torch.compiler.is_compiling() else _below_autograd
         return None, None, *_gradients_of(run, ctx, ctx.bits, ctx.needs_input_grad[2:], d_o, d_final_state)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import TENSORS, explain
+from ._call import TENSORS, explain, is_switch
 
 Function = Callable[..., Any]
 
@@ -195,6 +195,8 @@ class _Translation:
         for name, value in list(given.items()):
             if value is None or value is False or name in _HINTS:
                 del given[name]
+            elif name in self.switches and not is_switch(value):
+                return f"argument '{name}' is {type(value).__name__}, not bool"
             elif name not in self.taken:
                 if not self.forgives or name in _NOT_HERE:
                     return f"argument '{name}'"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
@@ -50,7 +54,7 @@ WRONG = {
     "type of a strength": (
         lambda a: a.update(beta=a["beta"].double()),
         TypeError,
-        "argument 'beta': expected dtype f32, bf16 or f16 with dtype {dtype}, got f64",
+        "argument 'beta': expected dtype f32, bf16 or f16 with q of {dtype}, got f64",
     ),
     "mixed types": (
         lambda a: a.update(k=a["k"].half()),
@@ -88,6 +92,11 @@ WRONG = {
         lambda a: a.update(scale=float("inf")),
         ValueError,
         "argument 'scale': expected a finite number, got inf",
+    ),
+    "scale of many digits": (
+        lambda a: a.update(scale=10**400),
+        ValueError,
+        "argument 'scale': expected a finite number, got one beyond the range of FP64",
     ),
 }
 
@@ -134,7 +143,7 @@ OFFSETS = {
     "first": ([1, 64], "argument 'cu_seqlens': expected entry 0 to be 0, got 1"),
     "order": ([0, 9, 8], "argument 'cu_seqlens': expected entry 2 of at least the 9 of entry 1, got 8"),
     "end": ([0, 65], "argument 'cu_seqlens': expected entry 1 of at most T = 64, got 65"),
-    "axes": ([[0, 64]], "argument 'cu_seqlens': expected 1 axes, got 2"),
+    "axes": ([[0, 64]], "argument 'cu_seqlens': expected 1 axis, got 2"),
     "none": ([], "argument 'cu_seqlens': expected at least 1 entry, got 0"),
 }
 
@@ -172,7 +181,7 @@ def test_one_tensor_without_memory(place):
 def test_offsets_are_refused_where_shapes_are_inferred(made):
     """As the call refuses them."""
     inputs = tensors("kda", Case())
-    with pytest.raises(ValueError, match=r"argument 'cu_seqlens': expected (1 axes|at least 1 entry), got") as called:
+    with pytest.raises(ValueError, match=r"argument 'cu_seqlens': expected (1 axis|at least 1 entry), got") as called:
         rewy.chunk_kda(*inputs, cu_seqlens=made.int())
     with pytest.raises(ValueError) as inferred:
         rewy.chunk_kda(*(t.to("meta") for t in inputs), cu_seqlens=made.int().to("meta"), output_final_state=True)
@@ -273,6 +282,14 @@ def test_explain_says_why_a_backend_declines():
             rewy.explain(function, torch.zeros(1))
 
 
+def test_numbers_of_any_kind():
+    inputs = tensors("kda", Case())
+    expected = rewy.chunk_kda(*inputs, scale=0.5)[0]
+    for scale in (Fraction(1, 2), np.float32(0.5), np.float64(0.5)):
+        assert rewy.chunk_kda(*inputs, scale=scale)[0].equal(expected)
+    assert rewy.chunk_kda(*inputs, scale=2)[0].equal(rewy.chunk_kda(*inputs, scale=2.0)[0])
+
+
 @pytest.mark.parametrize("made", ["to_sparse", "quantized", "nested"])
 def test_tensors_that_are_not_dense(made, device):
     make = {
@@ -285,6 +302,53 @@ def test_tensors_that_are_not_dense(made, device):
     for call in (rewy.chunk_kda, lambda *tensors: rewy.explain(rewy.chunk_kda, *tensors)):
         with pytest.raises(ValueError, match=r"^kda forward: argument 'k': expected a dense tensor, got "):
             call(*inputs)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_parameters_that_are_nested(name):
+    inputs = tensors("kda", Case())
+    parameters = {"A_log": torch.zeros(2), name: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(1)])}
+    for call in (rewy.chunk_kda, functools.partial(rewy.explain, rewy.chunk_kda)):
+        with pytest.raises(ValueError, match=f"argument '{name}': expected a dense tensor, got a nested one$"):
+            call(*inputs, use_gate_in_kernel=True, **parameters)
+
+
+def test_out_of_memory(device, dtype):
+    """PyTorch's own sentence where its stable interface gives it (2.13), and its own kind of error for a GPU."""
+    kind = torch.OutOfMemoryError if device == "cuda" else RuntimeError
+    tokens, heads = (2**26, 2**10) if device == "cuda" else (2**30, 2**12)  # results beyond any memory
+    q = torch.zeros(1, 1, 1, 8, device=device, dtype=dtype).expand(1, tokens, 1, 8)
+    v = torch.zeros(1, 1, 1, 256, device=device, dtype=dtype).expand(1, tokens, heads, 256)
+    beta = torch.zeros(1, device=device).expand(1, tokens, heads)
+    with pytest.raises(
+        kind, match=r"out of memory|allocate memory|has no memory on (cpu|cuda:0) for a tensor of shape"
+    ):
+        rewy.chunk_delta_rule(q, q, v, beta)
+
+
+def test_errors_about_memory_keep_their_kind(monkeypatch):
+    """In the backward too, where a program makes its batch smaller."""
+
+    def fail(text):
+        def operator(*_):
+            raise RuntimeError(text)
+
+        return operator
+
+    q, k, v, g, beta = tensors("kda", Case())
+    o, _ = rewy.chunk_kda(q.requires_grad_(), k, v, g, beta)
+    for text, kind in (
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", torch.OutOfMemoryError),
+        ("rewy: PyTorch has no memory on cuda:1 for a tensor of shape [8]", torch.OutOfMemoryError),
+        ("rewy: PyTorch has no memory on cpu for a tensor of shape [8]", RuntimeError),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError),
+    ):
+        for direction in ("forward", "backward"):
+            monkeypatch.setattr(rewy._ops, direction, fail(text))
+        for call in (lambda: rewy.chunk_kda(q, k, v, g, beta), lambda: o.sum().backward(retain_graph=True)):
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            assert type(caught.value) is kind and str(caught.value) == text
 
 
 def test_a_program_s_other_errors_pass(monkeypatch):

@@ -365,6 +365,7 @@ UNSERVED = {
     "another that FLA ignores": ("gated_delta_rule", BOUNDED, "argument 'lower_bound'"),
     "one that FLA refuses": ("delta_rule", {"head_first": False}, "argument 'head_first'"),
     "both names of a layout": ("kda", BOTH_LAYOUTS, "transpose_state_layout and state_v_first are both given"),
+    "a switch that is none": ("kda", {"output_final_state": [1]}, "argument 'output_final_state' is list, not bool"),
     "no A_log": ("kda", GATE, "use_gate_in_kernel is set and A_log is not"),
 }
 

@@ -119,6 +119,22 @@ def test_forward_mode_is_refused(function, device, dtype):
         assert not function(q, *rest)[0].isnan().any()  # a tangent of another tensor is no reason
         with pytest.raises(NotImplementedError, match="forward-mode"):
             function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
+        o, _ = function(q.requires_grad_(), *rest)
+        weight = forward_ad.make_dual(torch.ones_like(o), torch.ones_like(o))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.autograd.grad((o * weight).sum(), q)
+
+
+def test_compiled_autograd(device, dtype):
+    """PyTorch's compilation of a backward alone: it traces ours whole."""
+    inputs = [t.requires_grad_() for t in tensors("kda", Case(), device, dtype)]
+    loss = rewy.chunk_kda(*inputs)[0].float().square().sum()
+    expected = torch.autograd.grad(loss, inputs)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        rewy.chunk_kda(*inputs)[0].float().square().sum().backward()
+    for t, gradient in zip(inputs, expected, strict=True):
+        assert t.grad.equal(gradient)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

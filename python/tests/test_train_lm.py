@@ -66,6 +66,28 @@ def test_generates_from_the_prompt(train_lm, device):
     assert samples[0] != samples[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--heads 0", "--heads 0 is too small"),
+        ("--length 0", "--length 0 is too small"),
+        ("--heads 3", "--width 128 is not a multiple of --heads 3"),
+        ("--text {empty}", "0 bytes of text are too few for a --length of 256"),
+        ("--width 64 --load {empty}", "{empty} has no weights of this operator and these sizes"),
+    ],
+)
+def test_command_refuses(options, text, train_lm, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    empty = tmp_path / "empty"
+    empty.touch()
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--device", "cpu", *options.format(empty=empty).split()])
+    with pytest.raises(SystemExit) as caught:
+        train_lm.main()
+    said = capsys.readouterr().err if caught.value.code == 2 else str(caught.value)
+    assert text.format(empty=empty) in said
+
+
 def test_command(train_lm, device, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tqdm")
     pytest.importorskip("matplotlib")

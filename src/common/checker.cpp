@@ -52,7 +52,7 @@ void Checker::expect(const TensorView& t, const char* argument, Need need, std::
     return;
   }
   if (t.rank < 0 || t.rank > TensorView::kMaxRank) {
-    refuse(argument, std::to_string(shape.size()) + " axes", std::to_string(t.rank));
+    refuse(argument, std::to_string(shape.size()) + (shape.size() == 1 ? " axis" : " axes"), std::to_string(t.rank));
   }
   if (!std::ranges::equal(t.dims(), shape)) {
     refuse(argument, "shape " + shape_text({shape.begin(), shape.size()}), shape_text(t.dims()));
