@@ -159,7 +159,7 @@ def render(results):
              "difference: of the two sides' outputs and gradients, in the L2 norm.", ""]
     unchecked = any("unchecked" in row for row in results["rows"])
     notes = (["*: FLA refuses to compute this with this Triton; its time alone."] if unchecked else [])
-    notes += results["notes"] + of_other_commits(results, results["rows"] + results["host"])
+    notes += results["notes"] + of_other_commits(results, results["rows"] + results["host"], lambda row: NAMES[row["op"]])
     lines += [*notes, ""] if notes else []
     means = [[NAMES[op], one, *(f"{found[direction]:.2f}x" for direction in DIRECTIONS)]
              for op, forms in results["summary"].items() for one, found in forms.items()]

@@ -136,11 +136,13 @@ def stacked_bars(title, rows, axis):
 
 # Tables.
 
-def of_other_commits(results, rows):
-    """Lines that say which of the rows an earlier run left."""
-    commits = [row.get("commit", "not noted") for row in rows]
-    return [f"{commits.count(commit)} of {len(rows)} rows were measured at commit {commit}."
-            for commit in sorted(set(commits) - {results["commit"]})]
+def of_other_commits(results, rows, name):
+    """Lines that say which of the rows an earlier run left, by name(row)."""
+    by_commit = {}
+    for row in rows:
+        by_commit.setdefault(row.get("commit", "not noted"), []).append(name(row))
+    return [f"{len(names)} of {len(rows)} rows were measured at commit {commit}: {', '.join(sorted(set(names)))}."
+            for commit, names in sorted(by_commit.items()) if commit != results["commit"]]
 
 
 def table(head, rows):

@@ -20,6 +20,10 @@ def name_of(row):
     return NAMES[row["model"]] + ("*" if row.get("unchecked") else "")
 
 
+def part_of(row):
+    return f"{NAMES[row['model']]} {row['part']} at T = {row['T']}"
+
+
 def milliseconds(timed):
     return f"{timed['median_us'] / 1e3:.2f}"
 
@@ -77,7 +81,7 @@ def render(results):
              f"transformers {v.get('transformers')}. {s['layers']} layers, hidden {s['hidden']}, MLP {s['mlp']}, "
              f"{s['heads']} heads of {s['width']}, vocabulary {s['vocabulary']}, batch {s['batch']}, {s['autocast']} "
              f"autocast, FP32 parameters."]
-    lines += render_cuda.of_other_commits(results, results["rows"])
+    lines += render_cuda.of_other_commits(results, results["rows"], part_of)
     figures = {}
 
     shares = {(row["model"], row["T"]): row for row in rows_of(results, "operator", "graph") if "failed" not in row}
@@ -106,7 +110,8 @@ def render(results):
                 head = ["model", "T", "backward ms: FLA", "rewy", "gain", "operator's share: FLA", "rewy",
                         "forward ms: FLA", "rewy", "gain"]
             else:
-                lines += ["As a training loop runs it: where the host is slower than the GPU, its time counts.", ""]
+                lines += ["As a training loop runs it: where the host is slower than the GPU, its time counts, and that "
+                          "differs by half from one run to the next. The table above is about the kernels.", ""]
                 head = ["model", "T", "backward ms: FLA", "rewy", "gain", "forward ms: FLA", "rewy", "gain"]
             lines += table(head, timed)
     gains = [(NAMES[name], results["summary"].get(name)) for name in ORDER if results["summary"].get(name) is not None]
@@ -167,11 +172,15 @@ def render(results):
     rows = [row for row in rows_of(results, "curves", whole=False) if "failed" not in row]
     if rows:
         one, nudged = rows[0], any("fla_nudged" in row["loss"] for row in rows)
+        texts = {}
+        for row in rows:
+            texts.setdefault(row["text"], []).append(NAMES[row["model"]])
+        texts = "; ".join(text + f" ({', '.join(names)})" * (len(texts) > 1) for text, names in texts.items())
         figures[f"{place}-curves.svg"] = curves(
             f"Loss with FLA's operators and with rewy's on {m['gpu']}",
             [(f"{NAMES[row['model']]}, {row['layers']} layers, T = {row['T']}", row["loss"]) for row in rows])
         lines += ["", f"### Loss curves, {one['updates']} updates", "",
-                  f"{one['optimizer']}; same weights, {one['text']}."
+                  f"{one['optimizer']}; same weights, {texts}."
                   + (" *Nudged*: FLA from weights changed by a relative 2^-12, for what such a difference grows to."
                      if nudged else ""), "",
                   f"![Loss by update](figures/{place}-curves.svg)", ""]

@@ -381,7 +381,7 @@ void run_tiles(const ActivationPlan& plan, const Execution& execution) {
 #pragma omp parallel num_threads(thread_count(execution))
   {
     const FloatState state(Subnormals::kKeep);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (std::int64_t slot = 0; slot < slots; ++slot) HWY_DYNAMIC_DISPATCH(activation_tile)(plan, slot);
   }
 }
@@ -394,7 +394,7 @@ void add_slots(const float* sums, std::int64_t slots, std::int64_t width, const 
 #pragma omp parallel num_threads(thread_count(execution))
   {
     const FloatState state(Subnormals::kKeep);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (std::int64_t first = 0; first < width; first += kRun) {
       const std::int64_t count = std::min(kRun, width - first);
       double total[kRun] = {};

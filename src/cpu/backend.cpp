@@ -129,7 +129,8 @@ void zero_unused_rows(const Problem& p, const TensorView& offsets, std::initiali
   }
 }
 
-/// Runs task(i, scratch, work) for i in [0, tasks), each once, on any thread.
+/// Runs task(i, scratch, work) for i in [0, tasks), each once, on any thread. Threads wait for one another once, where
+/// the parallel region ends.
 template <class Task>
 void run(std::int64_t tasks, int threads, const Workspace& w, Task&& task) {
   if (tasks == 0) return;
@@ -138,7 +139,7 @@ void run(std::int64_t tasks, int threads, const Workspace& w, Task&& task) {
     const FloatState state(Subnormals::kFlush);
     const auto me = static_cast<std::size_t>(omp_get_thread_num());
     const std::span<std::byte> scratch(w.scratch + me * w.scratch_stride, w.scratch_stride);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (std::int64_t i = 0; i < tasks; ++i) task(i, Arena(scratch), w.works[me]);
   }
 }
@@ -268,12 +269,11 @@ void backward_cpu(const Problem& p, const BackwardArgs& args, const Execution& e
     if (recompute) {
       forwards.make_cq = false;
       backwards.make_a = backwards.make_w = false;
-      run(scans, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
-        stages.scan_forward(whole_heads(forwards), i / p.HV, i % p.HV, {0, plan.size.Vp}, scratch, work);
-      });
     }
     run(scans, threads, w, [&](std::int64_t i, Arena scratch, Work& work) {
-      stages.scan_reverse(whole_heads(backwards), i / p.HV, i % p.HV, {0, plan.size.Vp}, scratch, work);
+      const Slice all{0, plan.size.Vp};
+      if (recompute) stages.scan_forward(whole_heads(forwards), i / p.HV, i % p.HV, all, scratch, work);
+      stages.scan_reverse(whole_heads(backwards), i / p.HV, i % p.HV, all, scratch, work);
     });
   } else {
     prepare(plan, stages, w, threads);
