@@ -1,6 +1,7 @@
 # The plain front of the CMake build. `make demo` and `make test` are all a newcomer needs; they install what is missing
-# on Debian and Ubuntu. PRESET names a preset of CMakePresets.json that builds into build/.
+# on Debian and Ubuntu. PRESET names a preset of CMakePresets.json that builds into build/; CMAKE_FLAGS go to `build`.
 PRESET ?= release
+CMAKE_FLAGS ?=
 JOBS ?= $(shell nproc)
 
 PACKAGES = g++ make cmake libhwy-dev libdlpack-dev libcli11-dev nlohmann-json3-dev libgtest-dev
@@ -20,7 +21,7 @@ CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure
 
 build:
 	@cmake/install-packages $(PACKAGES)
-	cmake --preset $(PRESET) -DREWY_BENCH=OFF
+	cmake --preset $(PRESET) -DREWY_BENCH=OFF $(CMAKE_FLAGS)
 	cmake --build build -j $(JOBS) --target rewy_cli
 
 # As `build`, where the CUDA backend must be part of it. `build` takes it along wherever there is a CUDA compiler.
@@ -47,6 +48,7 @@ python: build/venv/ready
 
 test-python: python
 	$(VENV) pip install -q --force-reinstall --no-deps build/wheel/*.whl
+	build/venv/bin/python -c "import fla, matplotlib, tqdm, transformers"  # else tests of them would be left out
 	OMP_WAIT_POLICY=passive $(VENV) pytest -q python/tests
 
 # numpy is what PyTorch warns without, tqdm and matplotlib what examples/train_lm.py needs, FLA and transformers what the

@@ -102,7 +102,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT,
 
 PyMODINIT_FUNC PyInit__C(void) {
   PyObject* m = PyModule_Create(&module);
-  if (m != nullptr && PyModule_AddStringConstant(m, "version", REWY_VERSION) != 0) {
+  if (m != nullptr && (PyModule_AddStringConstant(m, "version", REWY_VERSION) != 0 ||
+                       PyModule_AddIntConstant(m, "chunk", rewy::kChunk) != 0)) {
     Py_DECREF(m);
     return nullptr;
   }

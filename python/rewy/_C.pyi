@@ -1,4 +1,5 @@
 version: str
+chunk: int
 
 def keeps(op: str, options: str) -> tuple[bool, bool]: ...
 def saved_bytes_of_chunk(

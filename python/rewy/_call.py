@@ -84,6 +84,7 @@ _TOKENS = """
 # The tensors of a call that are not options; a function has those its signature has.
 TENSORS = ("q", "k", "v", "g", "beta", "b", "w")
 _OPERATORS: dict[Callable[..., Any], tuple[str, str]] = {}
+_EQUATIONS: dict[str, str] = {}  # by operator: its equation and tensors, as its function by chunks describes them
 
 
 def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
@@ -91,11 +92,13 @@ def public(op: str, schedule: str = "chunks") -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         _OPERATORS[function] = op, schedule
+        title, _, equation = (function.__doc__ or "").partition("\n\n")
         if schedule == "chunks":
+            _EQUATIONS[op] = equation.rstrip() + "\n"
             parts = (_STATES, _TRAINING, _REST.format(tensors=_TENSORS_BY_CHUNKS))
         else:
             parts = (_TOKENS, _STATES, _REST.format(tensors=_TENSORS_BY_TOKENS))
-        function.__doc__ = (function.__doc__ or "").rstrip() + "\n" + "".join(parts)
+        function.__doc__ = f"{title}\n\n{_EQUATIONS[op]}" + "".join(parts)
         return function
 
     return decorate

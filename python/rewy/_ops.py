@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import _C
 
-CHUNK = 64
+CHUNK = _C.chunk  # tokens
 DTYPE_NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 forward = torch.ops.rewy.forward.default

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ._call import TENSORS, explain, is_switch
+from ._ops import CHUNK
 
 Function = Callable[..., Any]
 
@@ -32,7 +33,6 @@ Function = Callable[..., Any]
 _HINTS = frozenset({"cu_seqlens_cpu", "chunk_indices", "safe_gate"})
 # These change what FLA returns or promises. transformers hands arguments on by name, where FLA's function has the name.
 _NOT_HERE = frozenset({"cp_context", "return_intermediate_states", "use_graph"})
-_CHUNK_SIZE = 64  # FLA's default, and the only one here
 _ROW_ALIGNMENT = 16  # bytes, of the tensors that a GPU copies in rows
 _ROWS = ("q", "k", "v", "g", "b", "w")
 
@@ -186,7 +186,7 @@ class _Translation:
                 text = "`transpose_state_layout` is now `state_v_first`"
                 warnings.warn(text, DeprecationWarning, stacklevel=3)
             given["state_v_first"] = given.pop("transpose_state_layout")
-        if given.get("chunk_size") == _CHUNK_SIZE:
+        if given.get("chunk_size") == CHUNK:  # FLA's default, and the only one here
             del given["chunk_size"]
         if given.get("use_gate_in_kernel") and given.get("A_log") is None and given.get("lower_bound") is None:
             return "use_gate_in_kernel is set and A_log is not"

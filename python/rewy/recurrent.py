@@ -23,11 +23,7 @@ def fused_recurrent_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """DeltaNet token by token: ``chunk_delta_rule`` within rounding, for decoding.
-
-    Args:
-        q, k, v, beta: as in ``chunk_delta_rule``.
-    """
+    """DeltaNet token by token: ``chunk_delta_rule`` within rounding, for decoding."""
     call = arguments(
         "deltanet",
         q,
@@ -71,11 +67,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet (GDN) token by token: ``chunk_gated_delta_rule`` within rounding, for decoding.
-
-    Args:
-        q, k, v, g, beta: as in ``chunk_gated_delta_rule``.
-    """
+    """Gated DeltaNet (GDN) token by token: ``chunk_gated_delta_rule`` within rounding, for decoding."""
     call = arguments(
         "gdn",
         q,
@@ -123,11 +115,7 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention (KDA) token by token: ``chunk_kda`` within rounding, for decoding.
-
-    Args:
-        q, k, v, g, beta: as in ``chunk_kda``.
-    """
+    """Kimi Delta Attention (KDA) token by token: ``chunk_kda`` within rounding, for decoding."""
     call = arguments(
         "kda",
         q,
@@ -174,11 +162,7 @@ def fused_recurrent_gdn2(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet-2 (GDN2) token by token: ``chunk_gdn2`` within rounding, for decoding.
-
-    Args:
-        q, k, v, g, b, w: as in ``chunk_gdn2``.
-    """
+    """Gated DeltaNet-2 (GDN2) token by token: ``chunk_gdn2`` within rounding, for decoding."""
     call = arguments(
         "gdn2",
         q,

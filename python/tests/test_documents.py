@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,18 @@ def test_tables_are_rendered_from_results(program, tmp_path):
     assert copy.read_text() == DOCUMENT.read_text()
     for figure in folder.glob("figures/*"):
         assert figure.read_text() == (ROOT / "docs/figures" / figure.name).read_text()
+
+
+def test_readme_s_figures_are_of_results():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    summary = json.loads((ROOT / "results/compare_fla_h200.json").read_text())["summary"]
+    spans = []
+    for direction in ("forward", "backward"):
+        times = [forms["recompute"][direction] for forms in summary.values()]
+        spans.append(f"{min(times):.1f} to {max(times):.1f} times")
+    assert f"the forward is {spans[0]} and the recomputing backward {spans[1]} as fast" in readme
+    kda, gdn2 = (summary[op]["recompute, safe_gate"]["backward"] for op in ("kda", "gdn2"))
+    assert f"the backward of KDA and GDN2 {kda:.2f} and {gdn2:.2f} times" in readme
+    gains = json.loads((ROOT / "results/models_h200.json").read_text())["summary"]
+    text = "{kda:.0f}% (KDA), {gdn2:.0f}% (GDN2, its layer in the KDA model), {gdn:.0f}% (GDN) and {deltanet:.0f}% "
+    assert text.format(**gains) in readme

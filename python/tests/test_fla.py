@@ -6,8 +6,10 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +41,14 @@ def served():
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_readme_names_every_argument():
+    table = (Path(__file__).parents[2] / "README.md").read_text().split("argument of FLA 0.6")[1].split("\n\n")[0]
+    named = set(re.findall(r"\w+", " ".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    for name in SERVED:
+        parameters = inspect.signature(original(name)).parameters.values()
+        assert {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} <= named, name
 
 
 def test_every_binding_is_replaced_and_restored():
